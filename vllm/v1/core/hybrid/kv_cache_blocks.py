@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler receives: blocks per attention type, ids per KV cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from vllm.v1.core.hybrid.attention_type import AttentionType
+from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
+
+#: For each KV cache group: its attention type, and its place among the type's groups.
+GroupLayout = tuple[tuple[int, int], ...]
+
+
+def get_group_layout(attention_types: Sequence[AttentionType]) -> GroupLayout:
+    """The layout of a model's groups, in the order of the KV cache config."""
+    places = {
+        group_id: (type_id, place)
+        for type_id, attention_type in enumerate(attention_types)
+        for place, group_id in enumerate(attention_type.group_ids)
+    }
+    return tuple(places[group_id] for group_id in range(len(places)))
+
+
+class KVCacheBlocks:
+    """Blocks of one request: ``blocks[type][i]`` is the type's ``i``-th logical block.
+
+    Immutable by convention; the scheduler holds it only within a step.
+    """
+
+    __slots__ = ("blocks", "layout")
+
+    def __init__(
+        self, blocks: tuple[Sequence[GroupedKVCacheBlock], ...], layout: GroupLayout
+    ) -> None:
+        self.blocks = blocks
+        self.layout = layout
+
+    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
+        return KVCacheBlocks(
+            tuple([*a, *b] for a, b in zip(self.blocks, other.blocks, strict=True)), self.layout
+        )
+
+    @overload
+    def get_block_ids(
+        self, allow_none: Literal[False] = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...]: ...
+
+    @overload
+    def get_block_ids(
+        self, allow_none: bool, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None: ...
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Physical ids, one list per KV cache group in the config's order.
+
+        ``group_ids`` selects groups; with ``allow_none``, None instead of only empty lists.
+        """
+        layout = self.layout if group_ids is None else [self.layout[i] for i in group_ids]
+        if allow_none and not any(self.blocks[type_id] for type_id, _ in layout):
+            return None
+        return tuple(
+            [block.block_ids[place] for block in self.blocks[type_id]] for type_id, place in layout
+        )
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Ids of the blocks that are not in the prefix cache; for a single group only.
+
+        Raises:
+            ValueError: if the model has another number of groups than one.
+        """
+        if len(self.layout) != 1:
+            raise ValueError(f"needs exactly one KV cache group, the model has {len(self.layout)}")
+        return [block.block_ids[0] for block in self.blocks[0] if block.block_hash is None]
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """Per group, ids of the blocks that are not in the prefix cache, without null blocks."""
+        return [
+            [
+                block.block_ids[place]
+                for block in self.blocks[type_id]
+                if block.block_hash is None and not block.is_null
+            ]
+            for type_id, place in self.layout
+        ]
+
+    def new_empty(self) -> KVCacheBlocks:
+        """The same layout without blocks."""
+        return KVCacheBlocks(tuple(() for _ in self.blocks), self.layout)

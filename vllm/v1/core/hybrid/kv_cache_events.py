@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache events: what external consumers learn about the prefix cache."""
+
+from collections.abc import Sequence
+
+from vllm.distributed.kv_events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.hybrid.attention_type import AttentionType
+from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
+from vllm.v1.request import Request
+
+
+class KVCacheEventLog:
+    """Collects the events of a pool: one event per KV cache group, as base publishes
+    them, although the groups of a type change together.
+    """
+
+    def __init__(self, attention_types: Sequence[AttentionType]) -> None:
+        self.attention_types = tuple(attention_types)
+        self._events: list[KVCacheEvent] = []
+
+    def take(self) -> list[KVCacheEvent]:
+        """All events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def cleared(self) -> None:
+        """The prefix cache was reset."""
+        self._events.append(AllBlocksCleared())
+
+    def removed(self, block: GroupedKVCacheBlock) -> None:
+        """``block`` leaves the prefix cache; call while it still has its hash."""
+        assert block.block_hash is not None
+        block_hash = maybe_convert_block_hash(BlockHash(block.block_hash))
+        for group_id in self.attention_types[block.type_id].group_ids:
+            self._events.append(
+                BlockRemoved(block_hashes=[block_hash], medium=MEDIUM_GPU, group_idx=group_id)
+            )
+
+    def stored(
+        self,
+        request: Request,
+        type_id: int,
+        block_hashes: Sequence[BlockHash],
+        span: range,
+        stored: Sequence[int],
+    ) -> None:
+        """Blocks ``stored`` (indices within ``span``) of a request are in the prefix cache.
+
+        ``block_hashes[i]`` is the hash at the end of the type's ``i``-th block. As in
+        base, the event's tokens are those of the whole span, also of blocks in
+        it that were left out.
+        """
+        attention_type = self.attention_types[type_id]
+        block_size = attention_type.spec.block_size
+        extra_keys, mm_index = [], 0
+        for i in stored:
+            keys, mm_index = generate_block_hash_extra_keys(
+                request, i * block_size, (i + 1) * block_size, mm_index
+            )
+            extra_keys.append(keys)
+        parent = maybe_convert_block_hash(block_hashes[span.start - 1]) if span.start else None
+        lora = request.lora_request
+        for group_id in attention_type.group_ids:
+            self._events.append(
+                BlockStored(
+                    block_hashes=[maybe_convert_block_hash(block_hashes[i]) for i in stored],
+                    parent_block_hash=parent,
+                    token_ids=request.all_token_ids[
+                        span.start * block_size : span.stop * block_size
+                    ],
+                    block_size=block_size,
+                    lora_id=lora.adapter_id if lora else None,
+                    medium=MEDIUM_GPU,
+                    lora_name=lora.name if lora else None,
+                    extra_keys=to_event_extra_keys(extra_keys),
+                    group_idx=group_id,
+                    kv_cache_spec_kind=attention_type.kind,
+                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(
+                        attention_type.spec
+                    ),
+                    session_id=request.session_id,
+                )
+            )

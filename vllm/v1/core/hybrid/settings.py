@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all attention types of an engine have in common."""
+
+from dataclasses import dataclass
+
+from vllm.v1.core.hybrid.attention_type import AttentionType
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Engine-wide settings of the KV cache. Lengths and sizes are in tokens."""
+
+    max_model_len: int
+    #: Most tokens that can be scheduled and not yet computed, over all steps in flight.
+    max_in_flight_tokens: int
+    #: Least common multiple of the block sizes; prefix hits end at its multiples.
+    scheduler_block_size: int
+    #: Tokens per block hash; divides every block size.
+    hash_block_size: int
+    enable_caching: bool
+    #: Where sliding windows keep cached blocks: at every hit boundary (None), only at the
+    #: end of prompts and at junctions of shared prefixes (0), or also every so many tokens.
+    retention_interval: int | None
+    #: Whether the worker must zero newly allocated blocks before use.
+    needs_zeroing: bool
+
+    def validate(self, attention_types: tuple[AttentionType, ...]) -> None:
+        """Check the settings against the model's attention types.
+
+        Raises:
+            ValueError: naming the setting, its value and what would be accepted.
+        """
+        if self.scheduler_block_size % self.hash_block_size != 0:
+            raise ValueError(
+                f"scheduler_block_size ({self.scheduler_block_size}) must be a multiple of "
+                f"hash_block_size ({self.hash_block_size})"
+            )
+        for attention_type in attention_types:
+            block_size = attention_type.spec.block_size
+            if self.scheduler_block_size % block_size != 0:
+                raise ValueError(
+                    f"scheduler_block_size ({self.scheduler_block_size}) must be a multiple of "
+                    f"the block size of {attention_type}"
+                )
+            if self.enable_caching and block_size % self.hash_block_size != 0:
+                raise ValueError(
+                    f"hash_block_size ({self.hash_block_size}) must divide the block size of "
+                    f"{attention_type}"
+                )
+        self._validate_retention(attention_types)
+
+    def _validate_retention(self, attention_types: tuple[AttentionType, ...]) -> None:
+        interval = self.retention_interval
+        if not interval:
+            return
+        if interval < 0 or interval % self.scheduler_block_size != 0:
+            raise ValueError(
+                f"prefix_cache_retention_interval is {interval}; accepted are 0 and positive "
+                f"multiples of {self.scheduler_block_size}"
+            )
+        if not any(isinstance(t.spec, SlidingWindowSpec) for t in attention_types):
+            raise ValueError(
+                f"prefix_cache_retention_interval is {interval}, but this model has no "
+                "sliding-window layers for which it matters; accepted is 0"
+            )
