@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's view of the KV cache, with the contract of base vLLM 0.32's manager."""
+
+from collections.abc import Sequence
+
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.hybrid.attention_type import get_attention_types
+from vllm.v1.core.hybrid.block_pool import BlockPool
+from vllm.v1.core.hybrid.coordinators import create_coordinator
+from vllm.v1.core.hybrid.coordinators.base import BlocksByType
+from vllm.v1.core.hybrid.coverage import ManagerArguments, find_uncovered_feature
+from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
+from vllm.v1.core.hybrid.kv_cache_blocks import KVCacheBlocks, get_group_layout
+from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog
+from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import Request, RequestStatus
+
+
+class KVCacheManager:
+    """Allocates, caches and frees the KV cache blocks of all requests.
+
+    Takes the constructor arguments of base's class and has every method and attribute
+    that base's scheduler and engine core use.
+
+    Raises:
+        ValueError: for a feature that only base's manager covers, or a setting that does
+            not fit the model.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+    ) -> None:
+        if watermark < 0.0:
+            raise ValueError(f"watermark is {watermark}; accepted are values of 0.0 and above")
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.metrics_collector = metrics_collector
+        self.kv_cache_config = kv_cache_config
+        self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        #: Whether `new_step_starts` verifies all bookkeeping: slow, for debugging.
+        self.verify_every_step = False
+
+        settings = CacheSettings(
+            max_model_len=max_model_len,
+            max_in_flight_tokens=(
+                max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
+            ),
+            scheduler_block_size=scheduler_block_size,
+            hash_block_size=hash_block_size,
+            enable_caching=enable_caching,
+            retention_interval=kv_cache_config.prefix_cache_retention_interval,
+            needs_zeroing=kv_cache_config.needs_kv_cache_zeroing,
+        )
+        self.attention_types = get_attention_types(kv_cache_config)
+        # Without prefix caching there is nothing to tell, as in base.
+        event_log = KVCacheEventLog(self.attention_types) if enable_kv_cache_events else None
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, self.attention_types, event_log)
+        self.coordinator = create_coordinator(self.attention_types, self.block_pool, settings)
+
+        self._group_layout = get_group_layout(self.attention_types)
+        #: Shared by all calls that return no blocks.
+        self.empty_kv_cache_blocks = KVCacheBlocks(
+            tuple(() for _ in self.attention_types), self._group_layout
+        )
+        #: Per KV cache group, its kind and sliding window, as KV cache events report them.
+        self.kv_cache_event_metadata = tuple(
+            (
+                get_kv_cache_spec_kind(group.kv_cache_spec).value,
+                get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+            )
+            for group in kv_cache_config.kv_cache_groups
+        )
+        # Of features that the fork leaves to base.
+        self.mamba_shared_prefix_checkpoint = False
+        self.retained_hit_group_ids: tuple[int, ...] = ()
+
+        # Per request, the token count below which no call has anything to do (see
+        # `KVCacheCoordinator.next_event`). Most decode steps end here.
+        self._next_event: dict[str, int] = {}
+
+    # Prefix cache
+
+    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
+        """Whether the prefix cache may be looked up for a request."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        """Look up the longest cached prefix of a request.
+
+        At least one token is left to compute, for its logits.
+
+        Returns:
+            The hit's blocks; its length in tokens; and the junction: the position up to
+            which a full-attention type has the prefix cached while a type that
+            caches sparsely has not, or 0. Keeping the junction lets the next request hit.
+        """
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        hit = self.coordinator.find_hit(request.block_hashes, request.num_tokens - 1)
+        if hit.num_tokens and self.block_pool.event_log is not None:
+            self._report_reused_blocks(request, hit.blocks, self.block_pool.event_log)
+        junction = hit.num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
+        return self._kv_cache_blocks(hit.blocks), hit.num_tokens, junction
+
+    def get_computed_blocks_for_connector(
+        self, request: Request
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """`get_computed_blocks`, and whether types differ in the hit: here they never do."""
+        return *self.get_computed_blocks(request), False
+
+    def truncate_computed_blocks(
+        self, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> KVCacheBlocks:
+        """The part of a lookup's blocks that covers the first ``num_computed_tokens``.
+
+        Raises:
+            ValueError: if the count ends inside a block or beyond the lookup's hit.
+        """
+        cut: list[Sequence[GroupedKVCacheBlock]] = []
+        for manager, type_blocks in zip(self.coordinator.managers, blocks.blocks, strict=True):
+            num_blocks, rest = divmod(num_computed_tokens, manager.block_size)
+            if rest or num_blocks > len(type_blocks):
+                raise ValueError(
+                    f"num_computed_tokens is {num_computed_tokens}; accepted are multiples of "
+                    f"{manager.block_size} up to {len(type_blocks) * manager.block_size}"
+                )
+            cut.append(type_blocks[:num_blocks])
+        return self._kv_cache_blocks(tuple(cut))
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Enter the blocks of a request's first ``num_computed_tokens`` in the prefix cache.
+
+        The tokens must be final: never draft tokens.
+        """
+        if self.enable_caching and num_computed_tokens >= self._next_event.get(
+            request.request_id, 0
+        ):
+            self.coordinator.cache_blocks(request, num_computed_tokens)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and no change, while any request holds blocks."""
+        if not self.coordinator.reset_prefix_cache():
+            return False
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Remove the blocks that hold the given physical ids from the prefix cache."""
+        self.block_pool.evict_blocks(block_ids)
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that are in the prefix cache of every attention type."""
+        return min(
+            (m.num_cached_tokens(request.request_id) for m in self.coordinator.managers),
+            default=0,
+        )
+
+    # Slots
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Give a request slots for the tokens of the next step.
+
+        | computed | new_computed (hit, adopted here) | new (computed next) | lookahead |
+
+        Args:
+            request: The request; ``num_computed_tokens`` of it are computed.
+            num_new_tokens: Tokens that the step computes.
+            num_new_computed_tokens: Tokens of the prefix hit; 0 for a running request.
+            new_computed_blocks: The hit's blocks, as `get_computed_blocks` returned them.
+            num_lookahead_tokens: Slots beyond the new tokens.
+            num_external_computed_tokens: Must be 0: KV connectors are not covered.
+            delay_cache_blocks: Leave caching to a later `cache_blocks` call.
+            num_encoder_tokens: Must be 0: cross attention is not covered.
+            full_sequence_must_fit: Admit only if all of the request's tokens would fit.
+            reserved_blocks: Physical blocks to leave free for others.
+            has_scheduled_reqs: Whether others run: then the watermark counts for newcomers.
+            skip_zeroing_group_ids: Of KV connectors; nothing to skip without them.
+
+        Returns:
+            The newly allocated blocks, hits not included; None, with nothing allocated, if
+            there are too few free blocks.
+
+        Raises:
+            ValueError: if there is nothing to do, or for what is not covered.
+        """
+        request_id = request.request_id
+        num_computed = request.num_computed_tokens
+        # What most decode steps cost: one comparison.
+        if (
+            num_computed + num_new_tokens + num_lookahead_tokens
+            < self._next_event.get(request_id, 0)
+            and num_new_tokens > 0
+            and new_computed_blocks is None
+            and not (full_sequence_must_fit or reserved_blocks)
+        ):
+            return self.empty_kv_cache_blocks
+
+        if num_external_computed_tokens or num_encoder_tokens:
+            raise ValueError(
+                f"num_external_computed_tokens is {num_external_computed_tokens} and "
+                f"num_encoder_tokens is {num_encoder_tokens}; accepted is 0"
+            )
+        if num_new_tokens <= 0 and num_new_computed_tokens <= 0:
+            raise ValueError(
+                f"num_new_tokens is {num_new_tokens}; without a prefix hit to adopt, "
+                "accepted are values of 1 and above"
+            )
+
+        hits = (new_computed_blocks or self.empty_kv_cache_blocks).blocks
+        num_computed += num_new_computed_tokens
+        num_tokens = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        watermark = 0
+        if has_scheduled_reqs and request.status in (
+            RequestStatus.WAITING,
+            RequestStatus.PREEMPTED,
+        ):
+            watermark = self.watermark_blocks
+
+        coordinator, pool = self.coordinator, self.block_pool
+        if full_sequence_must_fit:
+            num_blocks = coordinator.num_physical_blocks_needed(
+                request_id,
+                min(request.num_tokens, self.max_model_len),
+                hits,
+                num_computed,
+                recycled=True,
+            )
+            if num_blocks + watermark > pool.get_num_free_blocks():
+                return None
+
+        # Before the check, since it makes room. Steps in flight still read what is below
+        # their tokens.
+        coordinator.release_skipped(request_id, num_computed - request.num_in_flight_tokens)
+        num_blocks = coordinator.num_physical_blocks_needed(
+            request_id, num_tokens, hits, num_computed
+        )
+        if num_blocks + watermark > pool.get_num_free_blocks() - reserved_blocks:
+            return None
+
+        if any(hits):
+            coordinator.adopt_hits(request_id, hits, num_computed)
+        new_blocks = coordinator.allocate(request_id, num_tokens)
+        if not delay_cache_blocks:
+            # Draft tokens are beyond the request's own tokens, and not final.
+            coordinator.cache_blocks(
+                request, min(num_computed + num_new_tokens, request.num_tokens)
+            )
+            self._next_event[request_id] = coordinator.next_event(request_id)
+        return self._kv_cache_blocks(new_blocks)
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Release the blocks that no query after ``processed_computed_tokens`` attends to.
+
+        The count must leave out tokens of steps in flight.
+        """
+        self.coordinator.release_skipped(request_id, processed_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        """Release all blocks of a request, so that the tail of its tokens is reused first."""
+        self._next_event.pop(request.request_id, None)
+        self.coordinator.free(request.request_id)
+
+    def pop_blocks_for_free(self, request: Request) -> list[GroupedKVCacheBlock]:
+        """Forget a request but keep its blocks referenced until `block_pool.free_blocks`.
+
+        Returns:
+            The blocks in the order of allocation; free them in reverse.
+        """
+        self._next_event.pop(request.request_id, None)
+        return self.coordinator.pop_blocks_for_free(request.request_id)
+
+    # Block ids
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """All blocks of a request; none for an unknown one."""
+        return self._kv_cache_blocks(self.coordinator.get_blocks(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Physical ids of a request's blocks, one list per KV cache group."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """`get_block_ids`, cut to the blocks that hold the first ``num_computed_tokens``."""
+        block_sizes = self.coordinator.group_block_sizes
+        return tuple(
+            ids[: cdiv(num_computed_tokens, block_size)]
+            for ids, block_size in zip(self.get_block_ids(request_id), block_sizes, strict=True)
+        )
+
+    def create_kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:
+        """Wrap blocks per attention type for the scheduler."""
+        return self._kv_cache_blocks(blocks)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Always 0 per group: as in base, whose cascade attention is gone."""
+        return [0] * self.num_kv_cache_groups
+
+    def take_new_block_ids(self) -> list[int]:
+        """Physical ids that the worker must zero, allocated since the last call."""
+        return [i for manager in self.coordinator.managers for i in manager.take_new_block_ids()]
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Have a request's blocks from ``start_token`` on zeroed again."""
+        for manager in self.coordinator.managers:
+            manager.record_for_zeroing(request_id, start_token)
+
+    # Statistics, events, the step
+
+    @property
+    def usage(self) -> float:
+        """Share of the KV cache that requests hold, 0.0 to 1.0."""
+        return self.block_pool.get_usage()
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Statistics since the last call; None if they are off."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Count an admitted request with a hit of ``num_hits`` tokens."""
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens,
+                num_hits=num_hits,
+                preempted=request.num_preemptions > 0,
+            )
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV cache events since the last call; empty when they are off."""
+        return self.block_pool.take_events()
+
+    def new_step_starts(self) -> None:
+        """The scheduler begins a step."""
+        if self.verify_every_step:
+            self.check_integrity()
+
+    def take_kv_cache_block_copies(
+        self,
+    ) -> tuple[list[KVCacheBlockCopy], list[GroupedKVCacheBlock]]:
+        """Copies on write of partly hit blocks: none, since hits end at block boundaries."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Mamba states for a KV connector: none."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """Mamba states of a finished request for a KV connector: none."""
+        return []
+
+    def check_integrity(self) -> None:
+        """Verify everything that bookkeeping shows.
+
+        Raises:
+            AssertionError: with the first difference.
+        """
+        self.coordinator.check_integrity()
+        for request_id, event in self._next_event.items():
+            actual = self.coordinator.next_event(request_id)
+            assert event <= actual, (
+                f"request {request_id} sleeps until {event} tokens, has work at {actual}"
+            )
+
+    def _kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:
+        if not any(blocks):
+            return self.empty_kv_cache_blocks
+        return KVCacheBlocks(blocks, self._group_layout)
+
+    def _report_reused_blocks(
+        self, request: Request, hits: BlocksByType, event_log: KVCacheEventLog
+    ) -> None:
+        """Publish a hit as if it were stored anew, for requests that ask for it."""
+        # Pooling requests do not have the attribute.
+        if getattr(request, "kv_cache_report_mode", "incremental") != "full":
+            return
+        for manager, blocks in zip(self.coordinator.managers, hits, strict=True):
+            span = range(len(blocks))
+            hashes = manager.block_hashes_of(request)
+            event_log.stored(request, manager.type_id, hashes, span, span)
