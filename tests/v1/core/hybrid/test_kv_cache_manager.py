@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCacheManager as the scheduler uses it, with values worked out by hand.
+
+Gemma-like unless said otherwise: one full-attention group and five groups of window 33
+(two blocks of 16 before the query), so that a token position costs six physical blocks.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from support.kv_configs import KVSetup, full, mla, sliding
+from support.requests import RequestPlan, block_hasher, make_request
+from vllm.v1.core.hybrid import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
+from vllm.v1.request import Request, RequestStatus
+
+GEMMA = (full(16), sliding(33, 16, 5))
+
+
+def make_manager(num_blocks: int = 1000, **changes: object) -> KVCacheManager:
+    arguments = {"kinds": GEMMA, "num_blocks": num_blocks, "retention": None} | changes
+    return KVSetup(**arguments).build(KVCacheManager)  # type: ignore[arg-type]
+
+
+def request(name: str, *path: tuple[int, int], **changes: object) -> Request:
+    plan = RequestPlan(path=path, **changes)  # type: ignore[arg-type]
+    return make_request(plan, name, block_hasher(16))
+
+
+def prefill(manager: KVCacheManager, req: Request, **changes: object) -> int | None:
+    """Admit a request with all its tokens; the length of its hit, or None if refused."""
+    blocks, num_hit, req.shared_prefix_boundary = manager.get_computed_blocks(req)
+    new = manager.allocate_slots(req, req.num_tokens - num_hit, num_hit, blocks, **changes)
+    manager.check_integrity()
+    if new is None:
+        return None
+    req.num_computed_tokens = req.num_tokens
+    req.status = RequestStatus.RUNNING
+    return num_hit
+
+
+def decode(manager: KVCacheManager, req: Request, num_tokens: int = 1) -> int:
+    """Decode steps; the number of physical blocks they allocated."""
+    free = manager.block_pool.get_num_free_blocks()
+    allocated = 0
+    for _ in range(num_tokens):
+        req.append_output_token_ids(7)
+        new = manager.allocate_slots(req, 1)
+        assert new is not None
+        allocated += sum(map(len, new.get_block_ids()))
+        req.num_computed_tokens += 1
+        manager.check_integrity()
+    assert manager.block_pool.get_num_free_blocks() >= free - allocated
+    return allocated
+
+
+def free(manager: KVCacheManager, *requests: Request) -> None:
+    for req in requests:
+        manager.free(req)
+        manager.check_integrity()
+
+
+def pattern(manager: KVCacheManager, req: Request) -> list[str]:
+    return [
+        "".join("." if block_id == 0 else "x" for block_id in ids)
+        for ids in manager.get_block_ids(req.request_id)
+    ]
+
+
+def test_it_has_what_base_has():
+    """Every public method and attribute of base's manager, with base's parameters."""
+    ours, base = make_manager(), KVSetup(GEMMA, 1000).build(BaseKVCacheManager)
+    for name in dir(base):
+        if name.startswith("_"):
+            continue
+        assert hasattr(ours, name), name
+        if inspect.isfunction(getattr(BaseKVCacheManager, name, None)):
+            expected = inspect.signature(getattr(BaseKVCacheManager, name))
+            actual = inspect.signature(getattr(KVCacheManager, name))
+            assert [
+                (p.name, p.default, p.kind) for p in actual.parameters.values()
+            ] == [(p.name, p.default, p.kind) for p in expected.parameters.values()], name
+    constructor = inspect.signature(BaseKVCacheManager.__init__).parameters.values()
+    assert [(p.name, p.default) for p in constructor] == [
+        (p.name, p.default) for p in inspect.signature(KVCacheManager.__init__).parameters.values()
+    ]
+
+
+def test_block_ids_come_per_group_in_config_order():
+    manager = make_manager(layout=(1, 0, 1, 1, 1, 1))
+    req = request("r", (1, 40))
+    assert prefill(manager, req) == 0
+    ids = manager.get_block_ids("r")
+    assert [len(group) for group in ids] == [3] * 6
+    assert len({block_id for group in ids for block_id in group}) == 18
+    full_type = manager.coordinator.managers[1]
+    assert ids[1] == [block.block_ids[0] for block in full_type.get_blocks("r")]
+    assert manager.get_blocks("r").get_block_ids(group_ids=[1]) == (ids[1],)
+    assert [m.block_size for m in manager.coordinator.single_type_managers] == [16] * 6
+    assert manager.get_block_ids_for_computed_tokens("r", 17) == tuple(g[:2] for g in ids)
+    assert manager.get_block_ids("unknown") == ([],) * 6
+    assert manager.get_blocks("unknown").get_block_ids(allow_none=True) is None
+
+
+def test_decode_allocates_at_block_boundaries_and_releases_what_leaves_the_window():
+    manager = make_manager()
+    req = request("r", (1, 30))
+    prefill(manager, req)
+    assert manager.block_pool.get_num_free_blocks() == 999 - 12
+    assert [decode(manager, req) for _ in range(4)] == [0, 0, 6, 0]
+    # At 48 computed tokens the next query reads positions 16 and later.
+    decode(manager, req, 14)
+    assert req.num_computed_tokens == 48
+    assert pattern(manager, req) == ["xxx"] * 6
+    assert decode(manager, req) == 6
+    assert pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
+    free(manager, req)
+    assert manager.usage == 0
+
+
+def test_tokens_in_flight_delay_the_release():
+    manager = make_manager()
+    req = request("r", (1, 48))
+    prefill(manager, req)
+    req.num_in_flight_tokens = 48
+    decode(manager, req)
+    assert pattern(manager, req) == ["xxxx"] * 6
+    req.num_in_flight_tokens = 1
+    decode(manager, req)
+    assert pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
+
+
+def test_a_repeated_prompt_hits_all_but_its_last_token():
+    manager = make_manager(log_stats=True)
+    first, second = request("a", (1, 80)), request("b", (1, 80))
+    assert prefill(manager, first) == 0
+    free(manager, first)
+    num_free = manager.block_pool.get_num_free_blocks()
+    assert num_free == 999
+    assert prefill(manager, second) == 64
+    assert pattern(manager, second) == ["xxxxx"] + ["..xxx"] * 5
+    assert manager.block_pool.get_num_free_blocks() == 999 - 5 - 15
+    manager.record_prefix_cache_stats(second, 64)
+    stats = manager.make_prefix_cache_stats()
+    assert (stats.requests, stats.queries, stats.hits) == (1, 80, 64)
+    assert manager.make_prefix_cache_stats().requests == 0
+    assert manager.estimate_cached_tokens(second) == 80
+
+
+def test_requests_that_run_at_once_share_and_survive_each_other():
+    manager = make_manager()
+    a, b = request("a", (1, 80)), request("b", (1, 64), (2, 16))
+    prefill(manager, a)
+    assert prefill(manager, b) == 64
+    shared = [x & y for x, y in zip(*(map(set, manager.get_block_ids(r)) for r in "ab"))]
+    assert [len(ids - {0}) for ids in shared] == [4] + [2] * 5
+    free(manager, a)
+    assert pattern(manager, b) == ["xxxxx"] + ["..xxx"] * 5
+    free(manager, b)
+    assert manager.usage == 0
+
+
+@pytest.mark.parametrize("changes", [{"salt": "s"}, {"lora": 3}])
+def test_salts_and_adapters_do_not_share(changes):
+    manager = make_manager()
+    a, b, c = request("a", (1, 80)), request("b", (1, 80), **changes), request("c", (1, 80))
+    prefill(manager, a)
+    assert prefill(manager, b) == 0
+    assert prefill(manager, c) == 64
+
+
+def test_sparse_retention_keeps_the_end_of_the_prompt_and_junctions():
+    manager = make_manager(retention=0)
+    first = request("a", (1, 160))
+    prefill(manager, first)
+    free(manager, first)
+    # The window type has kept only the end of the first prompt: 64 shared tokens miss, ...
+    second = request("b", (1, 64), (2, 96))
+    blocks, num_hit, junction = manager.get_computed_blocks(second)
+    assert (num_hit, junction) == (0, 64)
+    assert prefill(manager, second) == 0
+    free(manager, second)
+    # ... but the second request has pinned the junction for the third.
+    assert prefill(manager, request("c", (1, 64), (3, 96))) == 64
+    assert prefill(manager, request("d", (1, 160))) == 144
+
+
+def test_nothing_happens_when_blocks_do_not_suffice():
+    manager = make_manager(num_blocks=1 + 6 * 5)
+    a, b = request("a", (1, 40)), request("b", (2, 40))
+    assert prefill(manager, a) == 0
+    before = (manager.block_pool.get_num_free_blocks(), pattern(manager, a))
+    assert prefill(manager, b) is None
+    assert (manager.block_pool.get_num_free_blocks(), pattern(manager, a)) == before
+    assert manager.get_block_ids("b") == ([],) * 6
+    free(manager, a)
+    assert prefill(manager, b) == 0
+
+
+def test_a_refused_request_leaves_its_hit_evictable():
+    manager = make_manager(num_blocks=1 + 6 * 6)
+    a, b = request("a", (1, 48)), request("b", (2, 40))
+    prefill(manager, a)
+    free(manager, a)
+    prefill(manager, b)
+    # The hit's 2 + 5 * 2 blocks count as taken: 12 + 6 * 2 > 18.
+    c = request("c", (1, 32), (3, 32))
+    assert manager.get_computed_blocks(c)[1] == 32
+    assert prefill(manager, c) is None
+    free(manager, b)
+    assert prefill(manager, c) == 32
+
+
+def test_hits_of_all_types_are_adopted_before_any_type_allocates():
+    # Room for one request: the allocation has to evict, but not what the request hits.
+    manager = make_manager(kinds=(sliding(33, 16), full(16)), num_blocks=1 + 8)
+    a = request("a", (1, 64))
+    prefill(manager, a)
+    free(manager, a)
+    b = request("b", (1, 48), (2, 16))
+    blocks, num_hit, _ = manager.get_computed_blocks(b)
+    hit_ids = blocks.get_block_ids()
+    assert prefill(manager, b) == 48
+    assert tuple(ids[:3] for ids in manager.get_block_ids("b")) == hit_ids
+
+
+def test_admission_counts_a_window_no_more_than_it_ever_holds():
+    # A step computes 64 tokens at most: the window type holds (32 + 64) / 16 + 1 = 7 blocks.
+    # The whole prompt takes 20 blocks of full attention and 7 of the window type.
+    for num_blocks, admitted in ((1 + 27, True), (1 + 26, False)):
+        manager = make_manager(kinds=(full(16), sliding(33, 16)), num_blocks=num_blocks)
+        req = request("r", (1, 320))
+        blocks, num_hit, _ = manager.get_computed_blocks(req)
+        new = manager.allocate_slots(req, 64, num_hit, blocks, full_sequence_must_fit=True)
+        assert (new is not None) is admitted
+
+
+def test_watermark_holds_back_newcomers_only():
+    manager = make_manager(num_blocks=40, watermark=0.25)  # 10 blocks stay free
+    a, b = request("a", (1, 80)), request("b", (2, 16))
+    assert prefill(manager, a) is None  # 30 of 39 blocks
+    assert prefill(manager, a, has_scheduled_reqs=False) == 0
+    assert prefill(manager, b) is None
+    assert decode(manager, a) == 6
+
+
+def test_preempted_requests_resume_from_their_own_blocks():
+    manager = make_manager()
+    req = request("r", (1, 40))
+    prefill(manager, req)
+    decode(manager, req, 30)
+    free(manager, req)
+    req.num_computed_tokens = 0
+    req.status = RequestStatus.PREEMPTED
+    req.num_preemptions += 1
+    # 70 tokens, of which 64 were cached in full blocks of final tokens.
+    assert prefill(manager, req) == 64
+
+
+def test_reset_waits_for_running_requests():
+    manager = make_manager(log_stats=True)
+    a, b = request("a", (1, 80)), request("b", (1, 80))
+    prefill(manager, a)
+    assert manager.reset_prefix_cache() is False
+    free(manager, a)
+    assert manager.reset_prefix_cache() is True
+    assert manager.make_prefix_cache_stats().reset
+    assert prefill(manager, b) == 0
+
+
+def test_popped_blocks_stay_until_the_scheduler_frees_them():
+    manager = make_manager(num_blocks=1 + 6 * 5)
+    a, b = request("a", (1, 80)), request("b", (2, 16))
+    prefill(manager, a)
+    blocks = manager.pop_blocks_for_free(a)
+    manager.check_integrity()
+    assert prefill(manager, b) is None
+    manager.block_pool.free_blocks(reversed(blocks))
+    manager.check_integrity()
+    assert prefill(manager, b) == 0
+
+
+def test_lookup_is_off_for_requests_that_skip_it_and_without_caching():
+    manager = make_manager()
+    a, b = request("a", (1, 80)), request("b", (1, 80), skip_reading=True)
+    prefill(manager, a)
+    assert prefill(manager, b) == 0
+    off = make_manager(caching=False)
+    for name in "ab":
+        assert prefill(off, request(name, (1, 80))) == 0
+    assert off.estimate_cached_tokens(a) == 0
+
+
+def test_a_model_without_kv_cache():
+    manager = make_manager(kinds=(), num_blocks=1, caching=False)
+    req = request("r", (1, 80))
+    assert prefill(manager, req) == 0
+    assert manager.get_block_ids("r") == ()
+    assert manager.usage == 0
+    assert manager.estimate_cached_tokens(req) == 0
+    free(manager, req)
+    assert manager.reset_prefix_cache() is True
+
+
+def test_truncating_a_lookup():
+    manager = make_manager(kinds=(mla(16), sliding(33, 16)))
+    prefill(manager, request("a", (1, 80)))
+    blocks, num_hit, _ = manager.get_computed_blocks(request("b", (1, 80)))
+    assert num_hit == 64
+    cut = manager.truncate_computed_blocks(blocks, 32)
+    assert [len(ids) for ids in cut.get_block_ids()] == [2, 2]
+    assert [len(ids) for ids in blocks.get_block_ids()] == [4, 4]
+    with pytest.raises(ValueError, match="num_computed_tokens is 40; accepted are multiples of 16"):
+        manager.truncate_computed_blocks(blocks, 40)
+    assert manager.truncate_computed_blocks(blocks, 0) is manager.empty_kv_cache_blocks
+
+
+def test_mixed_precision_caches_have_their_new_blocks_zeroed():
+    manager = make_manager(kinds=(full(16), sliding(33, 16, 2, dtype="float32")))
+    req = request("r", (1, 32))
+    prefill(manager, req)
+    ids = manager.get_block_ids("r")
+    assert sorted(manager.take_new_block_ids()) == sorted(i for group in ids for i in group)
+    assert manager.take_new_block_ids() == []
+    manager.record_blocks_for_zeroing("r", 16)
+    assert sorted(manager.take_new_block_ids()) == sorted(group[1] for group in ids)
+    with pytest.raises(ValueError, match="start_token is 8; accepted are multiples of 16"):
+        manager.record_blocks_for_zeroing("r", 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_new_tokens": 0}, "num_new_tokens is 0"),
+        ({"num_external_computed_tokens": 16}, "num_external_computed_tokens is 16"),
+        ({"num_encoder_tokens": 4}, "num_encoder_tokens is 4"),
+    ],
+)
+def test_wrong_calls_raise_and_change_nothing(changes, message):
+    manager = make_manager()
+    req = request("r", (1, 80))
+    with pytest.raises(ValueError, match=message):
+        manager.allocate_slots(**({"request": req, "num_new_tokens": 16} | changes))
+    manager.check_integrity()
+    assert manager.usage == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_eagle": True},
+        {"num_prefill_lookahead": 2},
+        {"dcp_world_size": 2},
+        {"pcp_world_size": 2},
+        {"metrics_collector": SimpleNamespace()},
+    ],
+)
+def test_features_that_are_not_covered_are_refused(changes):
+    with pytest.raises(ValueError, match="not covered"):
+        KVSetup(GEMMA, 100).build(KVCacheManager, **changes)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Managers and coordinators alone: hits, releases and what is cached, by hand."""
+
+import pytest
+from support.kv_configs import AttentionKind, KVSetup, full, mla, sliding
+from vllm.v1.core.hybrid import KVCacheManager
+from vllm.v1.core.hybrid.attention_type import get_attention_types
+from vllm.v1.core.hybrid.block_pool import BlockPool
+from vllm.v1.core.hybrid.coordinators import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+    create_coordinator,
+)
+from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+HASHES = [BlockHash(bytes([i])) for i in range(64)]
+
+
+def make_coordinator(*kinds: AttentionKind, **changes: object) -> KVCacheCoordinator:
+    setup = KVSetup(kinds=kinds, num_blocks=1000, **changes)  # type: ignore[arg-type]
+    return setup.build(KVCacheManager).coordinator
+
+
+def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
+    """Put the blocks with these indices in the prefix cache, evictable."""
+    manager = coordinator.managers[type_id]
+    scale = manager.block_size // coordinator.hash_block_size
+    for i in indices:
+        (block,) = coordinator.block_pool.allocate(type_id, 1)
+        coordinator.block_pool.cache(block, HASHES[(i + 1) * scale - 1], (i + 1) * scale)
+        coordinator.block_pool.release((block,))
+
+
+def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:
+    """The hit's length, and per type its blocks: x for a block, . for the null block."""
+    hit = coordinator.find_hit(HASHES, max_tokens)
+    return hit.num_tokens, [
+        "".join("." if block.is_null else "x" for block in blocks) for blocks in hit.blocks
+    ]
+
+
+@pytest.mark.parametrize("kind", [full(16), mla(16)])
+def test_full_attention_hits_up_to_the_first_miss(kind):
+    coordinator = make_coordinator(kind)
+    assert isinstance(coordinator, UnitaryKVCacheCoordinator)
+    cache(coordinator, 0, 0, 1, 3)
+    assert hit_pattern(coordinator, 1000) == (32, ["xx"])
+    assert hit_pattern(coordinator, 31) == (16, ["x"])
+    assert hit_pattern(coordinator, 15) == (0, [""])
+
+
+@pytest.mark.parametrize(
+    ("window", "cached", "max_tokens", "expected"),
+    [
+        # The window reaches 32 tokens back: two blocks before the boundary.
+        (33, (0, 1, 2, 3), 79, (64, ["..xx"])),
+        (33, (0, 2, 3), 79, (64, ["..xx"])),
+        (33, (0, 1, 3), 79, (32, ["xx"])),
+        # The beginning of the sequence needs no more than there is.
+        (33, (0, 3), 79, (16, ["x"])),
+        (33, (1, 3), 79, (0, [""])),
+        # One token more reaches into a third block.
+        (34, (0, 1, 2, 3), 79, (64, [".xxx"])),
+        (34, (0, 2, 3), 79, (16, ["x"])),
+        # A window within a block.
+        (4, (2,), 79, (48, ["..x"])),
+        (4, (2,), 47, (0, [""])),
+        # A window longer than the prompt.
+        (1000, (0, 1, 2), 79, (48, ["xxx"])),
+    ],
+)
+def test_sliding_window_hits_need_the_window_before_the_boundary(
+    window, cached, max_tokens, expected
+):
+    coordinator = make_coordinator(sliding(window, 16))
+    cache(coordinator, 0, *cached)
+    assert hit_pattern(coordinator, max_tokens) == expected
+
+
+def test_hybrid_hit_is_the_longest_that_all_types_accept():
+    coordinator = make_coordinator(full(16), sliding(33, 16, 5))
+    assert isinstance(coordinator, HybridKVCacheCoordinator)
+    cache(coordinator, 0, 0, 1, 2, 3, 4)
+    cache(coordinator, 1, 1, 2, 4)
+    assert hit_pattern(coordinator, 100) == (48, ["xxx", ".xx"])
+    assert coordinator.find_hit(HASHES, 100).num_uncached_shared == 32
+
+
+def test_types_are_looked_up_again_when_a_later_one_shortens_the_hit():
+    # Windows of two blocks and of one; no full attention.
+    coordinator = make_coordinator(sliding(33, 16), sliding(17, 16))
+    cache(coordinator, 0, 0, 1, 3, 4)
+    cache(coordinator, 1, 1, 3)
+    # 80 for the first, 64 for the second, which the first refuses: it lacks block 2.
+    assert hit_pattern(coordinator, 100) == (32, ["xx", ".x"])
+    assert coordinator.find_hit(HASHES, 100).num_uncached_shared == 48
+
+
+def test_unequal_block_sizes_hit_at_common_boundaries():
+    coordinator = make_coordinator(full(32), sliding(17, 16, 2))
+    assert coordinator.hash_block_size == 16
+    cache(coordinator, 0, 0, 1)
+    cache(coordinator, 1, 1, 2)
+    # The window type could resume at 48, which is inside a block of the other.
+    assert hit_pattern(coordinator, 100) == (32, ["x", ".x"])
+
+
+@pytest.mark.parametrize(
+    ("retention", "boundaries", "expected"),
+    [
+        # Window of two blocks of 16; hits end at multiples of 64.
+        (None, [99], [2, 3, 6, 7]),
+        (0, [99], [2, 3]),
+        (0, [139, 70], [2, 3, 6, 7]),
+        (128, [70], [2, 3, 6, 7]),
+        (128, [10], [6, 7]),
+    ],
+)
+def test_sliding_window_caches_what_can_serve_a_hit(retention, boundaries, expected):
+    coordinator = make_coordinator(full(64), sliding(33, 16), retention=retention)
+    window = coordinator.managers[1]
+    assert list(window.cacheable_blocks(range(0, 8), boundaries)) == expected
+    assert list(window.cacheable_blocks(range(3, 7), boundaries)) == [
+        i for i in expected if 3 <= i < 7
+    ]
+
+
+def test_blocks_are_released_when_no_later_query_reads_them():
+    coordinator = make_coordinator(sliding(33, 16, 2))
+    (manager,) = coordinator.managers
+    manager.allocate("r", 96)
+    free = coordinator.block_pool.get_num_free_blocks()
+    # With 47 tokens computed, the next query reads positions 15 and later.
+    manager.release_skipped("r", 47)
+    assert coordinator.block_pool.get_num_free_blocks() == free
+    manager.release_skipped("r", 48)
+    assert coordinator.block_pool.get_num_free_blocks() == free + 2
+    assert [block.is_null for block in manager.get_blocks("r")] == [True] + [False] * 5
+    manager.release_skipped("r", 40)
+    manager.release_skipped("r", 1000)
+    assert all(block.is_null for block in manager.get_blocks("r"))
+    manager.check_integrity()
+
+
+def test_next_event_is_the_first_thing_that_can_happen():
+    coordinator = make_coordinator(sliding(33, 16))
+    (manager,) = coordinator.managers
+    assert manager.next_event("unknown") == 0
+    manager.allocate("r", 40)
+    assert manager.next_event("r") == 16  # the first block becomes cacheable
+    manager.tables["r"].num_cached = 2
+    assert manager.next_event("r") == 48  # the third block; the first leaves the window
+    manager.allocate("r", 100)
+    assert manager.next_event("r") == 48  # the third block; the first leaves the window
+    manager.tables["r"].num_cached = 6
+    assert manager.next_event("r") == 48
+    manager.release_skipped("r", 48)
+    assert manager.next_event("r") == 64
+
+
+def test_coordinators_refuse_what_they_cannot_do():
+    kinds = (full(16), sliding(33, 16))
+    config = KVSetup(kinds=kinds, num_blocks=10).kv_cache_config()
+    types = get_attention_types(config)
+    pool = BlockPool(10, types)
+    settings = CacheSettings(64, 64, 16, 16, True, None, False)
+    off = CacheSettings(64, 64, 16, 16, False, None, False)
+    with pytest.raises(ValueError, match="needs 1 attention type, got 2"):
+        UnitaryKVCacheCoordinator(types, pool, settings)
+    with pytest.raises(ValueError, match="needs 2 or more attention types, got 1"):
+        HybridKVCacheCoordinator(types[:1], pool, settings)
+    with pytest.raises(ValueError, match="needs prefix caching"):
+        HybridKVCacheCoordinator(types, pool, off)
+    assert isinstance(create_coordinator(types, pool, off), KVCacheCoordinatorNoPrefixCache)
+    assert isinstance(create_coordinator((), pool, settings), KVCacheCoordinatorNoPrefixCache)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"retention": 24}, "prefix_cache_retention_interval is 24; accepted are 0 and"),
+        ({"retention": -16}, "prefix_cache_retention_interval is -16"),
+        ({"kinds": (full(16),), "retention": 32}, "no sliding-window layers"),
+        ({"hash_block_size": 6}, "must be a multiple of hash_block_size"),
+        ({"watermark": -0.5}, "watermark is -0.5; accepted are values of 0.0 and above"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    setup = KVSetup(**{"kinds": (full(16), sliding(33, 16)), "num_blocks": 10} | changes)
+    with pytest.raises(ValueError, match=message):
+        setup.build(KVCacheManager)
