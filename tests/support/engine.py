@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines, with the fork on and off, in processes of their own.
+
+A process serves any number of jobs: importing vLLM costs ten seconds, a tiny model one or
+two. The fork is switched by the environment, so each process is either one or the other.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+WORKER = Path(__file__).with_name("engine_worker.py")
+FORK_PACKAGE = "vllm.v1.core.hybrid."
+ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+
+#: Of every engine process.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # One core a process: two run side by side, and threads that wait by spinning
+    # make an engine a hundred times slower as soon as something else runs.
+    "OMP_NUM_THREADS": "1",
+    # Ranks need no core of their own: on few cores there is none to bind.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Even an eager engine compiles a few small functions, for longer than these tests run.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Block hashes, and so KV cache events, are then the same in all processes.
+    "PYTHONHASHSEED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+#: Of every engine; a job's own arguments come on top.
+ENGINE_ARGS: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "block_size": 16,
+    "kv_cache_memory_bytes": 64 << 20,
+    "disable_log_stats": False,
+    # Ignored when the fork is off, as any other plugin's options are.
+    "additional_config": {"hybrid_kv": {"check_integrity": True}},
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """Prompts that run together; the rounds of a job run one after another.
+
+    Args:
+        prompts: Texts or token ids.
+        max_tokens: Of each request; a single number, or one a request, repeated.
+        arrivals: The engine step before which each request arrives; empty: all at once.
+        aborts: Per request (index) that is aborted, the step before which.
+        sampling: More arguments of ``SamplingParams``.
+    """
+
+    prompts: Sequence[str | Sequence[int]]
+    max_tokens: int | Sequence[int] = 16
+    priorities: Sequence[int] = ()
+    arrivals: Sequence[int] = ()
+    aborts: Mapping[int, int] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str | None = None
+    reset_prefix_cache: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        max_tokens = self.max_tokens if isinstance(self.max_tokens, Sequence) else [self.max_tokens]
+        return asdict(self) | {"max_tokens": list(max_tokens)}
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round gave. A request that was aborted before its first token is None."""
+
+    requests: list[dict[str, Any] | None]
+    counters: dict[str, int]
+    #: Share of the KV cache in use after the round; None where it cannot be seen.
+    usage: float | None
+
+    def each(self, key: str) -> list[Any]:
+        return [request and request[key] for request in self.requests]
+
+    @property
+    def token_ids(self) -> list[list[int] | None]:
+        return self.each("token_ids")
+
+    @property
+    def num_cached_tokens(self) -> list[int]:
+        return self.each("num_cached_tokens")
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What a job gave; the lower half needs the engine core in the engine's process."""
+
+    rounds: list[RoundResult]
+    embeddings: list[list[float]]
+    log: str
+    manager: str | None = None
+    scheduler: str | None = None
+    num_groups: int = 0
+    num_blocks: int = 0
+    num_steps: int = 0
+    num_checks: int = 0
+    peak_usage: float = 0.0
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def fork_is_active(self) -> bool:
+        return self.manager is not None and self.manager.startswith(FORK_PACKAGE)
+
+    def total(self, counter: str) -> int:
+        return sum(r.counters[counter] for r in self.rounds)
+
+
+class EngineProcess:
+    """A process that runs engines, one job after another; a context manager."""
+
+    def __init__(self, *, fork: bool, environment: Mapping[str, str] | None = None) -> None:
+        self.fork = fork
+        self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log")  # noqa: SIM115
+        jobs_out, self._jobs = os.pipe()
+        self._results, results_in = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(jobs_out), str(results_in)],
+            env=os.environ
+            | ENVIRONMENT
+            | {"VLLM_HYBRID_KV": "1" if fork else "0"}
+            | (environment or {}),
+            pass_fds=(jobs_out, results_in),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        os.close(jobs_out)
+        os.close(results_in)
+
+    def start(
+        self,
+        model: Path,
+        rounds: Sequence[Round] = (),
+        texts: Sequence[str] = (),
+        **engine_args: Any,
+    ) -> Callable[[], EngineResult]:
+        """Begin a job. Call what is returned to wait for its result."""
+        job = {
+            "model": str(model),
+            "args": ENGINE_ARGS | engine_args,
+            "rounds": [r.as_json() for r in rounds],
+            "texts": list(texts),
+        }
+        log_start = os.path.getsize(self._log.name)
+        os.write(self._jobs, json.dumps(job).encode() + b"\n")
+        return lambda: self._finish(log_start)
+
+    def run(self, model: Path, rounds: Sequence[Round] = (), **kwargs: Any) -> EngineResult:
+        return self.start(model, rounds, **kwargs)()
+
+    def _finish(self, log_start: int) -> EngineResult:
+        line = self._read_line()
+        log = Path(self._log.name).read_bytes()[log_start:].decode(errors="replace")
+        result = json.loads(line) if line else {"error": "the engine's process died"}
+        if "error" in result:
+            pytest.fail(f"{result['error']}\nEnd of the engine's log:\n{log[-6000:]}")
+        rounds = [RoundResult(**r) for r in result.pop("rounds")]
+        return EngineResult(rounds=rounds, log=log, **result)
+
+    def _read_line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n") and (part := os.read(self._results, 1 << 16)):
+            line += part
+        return line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._jobs)  # The worker ends when there are no more jobs.
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._results)
+        self._log.close()
+
+
+class EnginePair:
+    """An engine process with the fork on and one with it off, for the same jobs."""
+
+    def __init__(self, base: EngineProcess, fork: EngineProcess) -> None:
+        self.base, self.fork = base, fork
+
+    def run(
+        self, model: Path, rounds: Sequence[Round], **kwargs: Any
+    ) -> tuple[EngineResult, EngineResult]:
+        """The same job with the fork off and on: (base's result, the fork's result).
+
+        Verifies that the one was base's and the other the fork's, and that the fork's
+        bookkeeping was checked in every step.
+        """
+        waits = [process.start(model, rounds, **kwargs) for process in (self.base, self.fork)]
+        base, fork = (wait() for wait in waits)
+        assert_base_ran(base)
+        assert_fork_ran(fork)
+        return base, fork
+
+
+def assert_base_ran(result: EngineResult) -> None:
+    assert result.manager == "vllm.v1.core.kv_cache_manager.KVCacheManager"
+    assert result.num_steps > 0
+    assert "Hybrid KV cache: active" not in result.log
+    assert_all_released(result)
+
+
+def assert_fork_ran(result: EngineResult) -> None:
+    assert result.fork_is_active, f"{result.manager} ran:\n{result.log[-6000:]}"
+    assert result.num_checks == result.num_steps > 0
+    assert_all_released(result)
+
+
+def assert_all_released(result: EngineResult) -> None:
+    assert [r.usage for r in result.rounds] == [0.0] * len(result.rounds)
+
+
+def assert_same_outputs(
+    base: EngineResult, fork: EngineResult, logprob_tolerance: float = 1e-4
+) -> None:
+    """The same tokens, none of them missing, and log-probabilities that far apart at most.
+
+    Log-probabilities show a wrong read that does not happen to change the greedy choice.
+    """
+    assert len(base.rounds) == len(fork.rounds) > 0
+    for of_base, of_fork in zip(base.rounds, fork.rounds, strict=True):
+        assert len(of_base.requests) > 0
+        assert any(of_base.token_ids)
+        assert of_fork.token_ids == of_base.token_ids
+        for got, expected in zip(of_fork.each("logprobs"), of_base.each("logprobs"), strict=True):
+            assert got == pytest.approx(expected, abs=logprob_tolerance)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the KV cache memory holds, slot by slot, as the workers would have written it."""
+
+from collections.abc import Sequence
+
+from support.kv_configs import AttentionKind
+
+
+class Unsafe(AssertionError):
+    """A block table leads to KV that is not what its request would have computed."""
+
+
+class KVContent:
+    """For every physical block: whose group wrote it, where in a sequence, and what.
+
+    A slot's content is the identity of the token prefix that ends in it (see
+    `support.requests.Identities`). Steps run in the order in which they are scheduled,
+    so content is written when a step is scheduled.
+    """
+
+    def __init__(self, groups: Sequence[AttentionKind]) -> None:
+        self.groups = groups
+        # Physical id -> (group, index of the block in its sequence, content of its slots).
+        self._blocks: dict[int, tuple[int, int, list[int]]] = {}
+        self.num_slots_checked = 0
+
+    def write(
+        self, tables: Sequence[Sequence[int]], identities: list[int], start: int, end: int
+    ) -> None:
+        """KV of positions ``start`` to ``end`` is computed, in every group."""
+        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
+            size = kind.block_size
+            for index in range(start // size, -(-end // size)):
+                block_id = table[index]
+                if block_id == 0:
+                    raise Unsafe(f"group {group} writes block {index} to the null block")
+                block = self._blocks.get(block_id)
+                if block is None or block[:2] != (group, index):
+                    block = self._blocks[block_id] = (group, index, [0] * size)
+                first, last = max(start, index * size), min(end, (index + 1) * size)
+                offset = index * size
+                block[2][first - offset : last - offset] = identities[first:last]
+
+    def check_step(
+        self, tables: Sequence[Sequence[int]], identities: list[int], start: int, end: int
+    ) -> None:
+        """Every read of a step that computes positions ``start`` to ``end`` is right."""
+        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
+            first = 0 if kind.reach is None else max(0, start - kind.reach + 1)
+            self._check(group, table, identities, first, end, "reads")
+
+    def check_hit(
+        self, tables: Sequence[Sequence[int]], identities: list[int], hit_length: int
+    ) -> None:
+        """A prefix hit of ``hit_length`` tokens can be resumed from, in every group.
+
+        Blocks that the hit gives but that no later token attends to must be right too.
+        """
+        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
+            size = kind.block_size
+            if hit_length % size or len(table) * size != hit_length:
+                raise Unsafe(f"group {group}: {len(table)} blocks for a hit of {hit_length} tokens")
+            first = 0 if kind.reach is None else max(0, hit_length - kind.reach + 1)
+            self._check(group, table, identities, first, hit_length, "hits")
+            for index, block_id in enumerate(table):
+                if block_id:
+                    span = index * size, (index + 1) * size
+                    self._check(group, table, identities, *span, "hits")
+
+    def _check(
+        self,
+        group: int,
+        table: Sequence[int],
+        identities: list[int],
+        start: int,
+        end: int,
+        verb: str,
+    ) -> None:
+        size = self.groups[group].block_size
+        if end > len(table) * size:
+            raise Unsafe(f"group {group} {verb} token {end - 1} but has {len(table)} blocks")
+        for index in range(start // size, -(-end // size)):
+            block_id = table[index]
+            if block_id == 0:
+                raise Unsafe(f"group {group} {verb} block {index}, which is null")
+            writer = self._blocks.get(block_id)
+            if writer is None or writer[:2] != (group, index):
+                raise Unsafe(
+                    f"group {group} {verb} block {index} as id {block_id}, which was "
+                    f"written by {writer and f'group {writer[0]} as block {writer[1]}'}"
+                )
+            offset = index * size
+            first, last = max(start, offset), min(end, offset + size)
+            if writer[2][first - offset : last - offset] != identities[first:last]:
+                raise Unsafe(
+                    f"group {group} {verb} block {index} as id {block_id}, which holds another "
+                    f"prefix somewhere in tokens {first} to {last}"
+                )
+            self.num_slots_checked += last - first

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives one KV cache manager as base's scheduler would, and observes all that it shows.
+
+An operation is a tuple: its name and a few small integers that pick a request (modulo the
+candidates) or a size. `ManagerDriver.apply` returns what was observed as a dict that can be
+compared with another manager's.
+"""
+
+import dataclasses
+from typing import Any
+
+from support.kv_content import Unsafe
+from support.manager_model import ManagerModel, Observation
+from support.requests import LiveRequest
+
+from vllm.v1.request import RequestStatus
+
+Op = tuple[Any, ...]
+
+
+class ManagerDriver(ManagerModel):
+    """The operations that base's scheduler performs on its manager."""
+
+    def apply(self, op: Op) -> Observation:
+        """Perform ``op`` and return all that it shows; ``{"skipped": ...}`` if it finds nothing."""
+        seen = getattr(self, f"op_{op[0]}")(*op[1:])
+        self.num_calls += 1
+        return seen | self.audit()
+
+    # ---------------------------------------------------------------- scheduling
+
+    def op_add(self, plan: int) -> Observation:
+        """A request arrives."""
+        chosen = self.plans[plan % len(self.plans)]
+        request_id = f"r{self.num_requests:03d}"
+        self.num_requests += 1
+        self.waiting.append(LiveRequest(chosen, request_id, self.hasher, self.identities))
+        return {"request": request_id}
+
+    def op_start(self, pick: int, chunk: int, reserved: int = 0) -> Observation:
+        """Try to admit a waiting or preempted request, with a first chunk."""
+        ready = [live for live in self.waiting if self.can_start(live)]
+        if not ready:
+            return {"skipped": "start"}
+        return self.start(ready[pick % len(ready)], chunk, reserved)
+
+    def can_start(self, live: LiveRequest) -> bool:
+        # Output that is still to be delivered must be: resuming would sample it again.
+        owed = any(step.stale and not step.dropped for step in live.steps)
+        return not owed and len(live.steps) < self.max_steps
+
+    def start(self, live: LiveRequest, chunk: int, reserved: int = 0) -> Observation:
+        request = live.request
+        seen: Observation = {"request": live.request_id}
+        looked_up = request.num_computed_tokens == 0
+        if looked_up:
+            blocks, hit, boundary = self.look_up(live)
+            request.shared_prefix_boundary = boundary
+            seen |= {"hit": hit, "boundary": boundary}
+            computed = hit
+        else:
+            blocks, hit = self.manager.empty_kv_cache_blocks, 0
+            computed = request.num_computed_tokens
+        num_tokens = min(request.num_tokens - computed, max(1, min(chunk, self.setup.max_chunk)))
+        new_blocks = self.manager.allocate_slots(
+            request,
+            num_tokens,
+            num_new_computed_tokens=hit,
+            new_computed_blocks=blocks,
+            num_lookahead_tokens=0,
+            num_external_computed_tokens=0,
+            delay_cache_blocks=False,
+            num_encoder_tokens=0,
+            full_sequence_must_fit=self.setup.full_sequence_must_fit,
+            reserved_blocks=reserved,
+            has_scheduled_reqs=bool(self.running),
+            skip_zeroing_group_ids=(),
+        )
+        if new_blocks is None:
+            self.check_zeroing([])
+            return seen | {"admitted": False}
+        if looked_up:
+            self.manager.record_prefix_cache_stats(request, hit)
+            self.hit_tokens += hit
+            self.num_hits += hit > 0
+        self.waiting.remove(live)
+        self.running.append(live)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = computed
+        return seen | {"admitted": True} | self.advance(live, num_tokens, new_blocks)
+
+    def op_run(self, pick: int, chunk: int) -> Observation:
+        """Schedule a running request: its next chunk, or one token to decode."""
+        ready = [live for live in self.running if self.num_runnable(live) > 0]
+        if not ready:
+            return {"skipped": "run"}
+        return self.run(ready[pick % len(ready)], chunk)
+
+    def num_runnable(self, live: LiveRequest) -> int:
+        """Tokens of a running request that can be scheduled now."""
+        request = live.request
+        if len(live.steps) >= self.max_steps:
+            return 0
+        num_tokens = (
+            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        )
+        return min(num_tokens, self.setup.max_model_len - request.num_computed_tokens - 1)
+
+    def run(self, live: LiveRequest, chunk: int) -> Observation:
+        num_tokens = min(self.num_runnable(live), max(1, min(chunk, self.setup.max_chunk)))
+        seen: Observation = {"request": live.request_id, "preempted": []}
+        while True:
+            new_blocks = self.manager.allocate_slots(
+                live.request, num_tokens, num_lookahead_tokens=0
+            )
+            if new_blocks is not None:
+                return seen | self.advance(live, num_tokens, new_blocks)
+            self.check_zeroing([])
+            victim = self.running[-1]
+            self.preempt(victim)
+            seen["preempted"].append(victim.request_id)
+            if victim is live:
+                return seen
+
+    def op_process(self, pick: int) -> Observation:
+        """The oldest step of some request with steps in flight returns its output."""
+        ready = [live for live in self.live if live.steps]
+        return self.process(ready[pick % len(ready)]) if ready else {"skipped": "process"}
+
+    def process(self, live: LiveRequest) -> Observation:
+        request = live.request
+        step = live.steps.pop(0)
+        seen: Observation = {"request": live.request_id}
+        request.num_in_flight_tokens -= step.num_tokens
+        if step.stale:
+            request.num_stale_output_tokens -= step.num_tokens
+        if not step.samples or step.dropped:
+            return seen
+        was_running = request.status == RequestStatus.RUNNING
+        request.append_output_token_ids(live.next_token())
+        if self.max_steps > 1:
+            if not step.stale:
+                request.num_output_placeholders -= 1
+            if was_running:
+                self.manager.cache_blocks(
+                    request, request.num_computed_tokens - request.num_output_placeholders
+                )
+        seen["cached"] = self.manager.estimate_cached_tokens(request)
+        if request.num_tokens >= self.setup.max_model_len:
+            self.finish(live)
+        return seen
+
+    def op_step(self, budget: int) -> Observation:
+        """A whole step: running requests, then waiting ones in order, then due outputs."""
+        self.manager.new_step_starts()
+        seen: Observation = {"steps": []}
+        budget = max(1, min(budget, self.setup.max_chunk))
+        preempted = False
+        for live in list(self.running):
+            if budget <= 0 or live not in self.running:
+                continue
+            if self.num_runnable(live) > 0:
+                one = self.run(live, budget)
+                budget -= one.get("scheduled", 0)
+                preempted |= bool(one["preempted"])
+                seen["steps"].append(one)
+        while budget > 0 and self.waiting and not preempted and self.can_start(self.waiting[0]):
+            one = self.start(self.waiting[0], budget)
+            seen["steps"].append(one)
+            if not one["admitted"]:
+                break
+            budget -= one["scheduled"]
+        for live in self.live:
+            if len(live.steps) >= self.max_steps:
+                seen["steps"].append(self.process(live))
+        return seen
+
+    def op_serve(self, plan: int, num_tokens: int) -> Observation:
+        """A request arrives, is admitted if possible, and runs alone for some output tokens."""
+        seen = self.op_add(plan) | {"steps": []}
+        live = self.waiting[-1]
+        seen["steps"].append(self.start(live, self.setup.max_chunk))
+        wanted = live.request.num_prompt_tokens + num_tokens
+        while live in self.running and live.request.num_tokens < wanted:
+            if self.num_runnable(live) > 0:
+                seen["steps"].append(self.run(live, self.setup.max_chunk))
+            else:
+                seen["steps"].append(self.process(live))
+        return seen
+
+    def op_decode(self, pick: int, num_tokens: int) -> Observation:
+        """One running request goes on alone for several steps."""
+        if not self.running:
+            return {"skipped": "decode"}
+        live = self.running[pick % len(self.running)]
+        seen: Observation = {"steps": []}
+        for _ in range(num_tokens):
+            if live in self.running and self.num_runnable(live) > 0:
+                seen["steps"].append(self.run(live, self.setup.max_chunk))
+            while live in self.live and len(live.steps) >= self.max_steps:
+                seen["steps"].append(self.process(live))
+        return seen
+
+    # ---------------------------------------------------------------- leaving
+
+    def op_preempt(self, pick: int) -> Observation:
+        if not self.running:
+            return {"skipped": "preempt"}
+        live = self.running[pick % len(self.running)]
+        self.preempt(live)
+        return {"request": live.request_id}
+
+    def preempt(self, live: LiveRequest, drop: bool = False) -> None:
+        request = live.request
+        self.running.remove(live)
+        self.manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        self.make_stale(live, drop)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.insert(0, live)
+
+    def op_finish(self, pick: int) -> Observation:
+        """A request finishes or is aborted, wherever it stands."""
+        if not self.live:
+            return {"skipped": "finish"}
+        live = self.live[pick % len(self.live)]
+        self.finish(live)
+        return {"request": live.request_id}
+
+    def finish(self, live: LiveRequest) -> None:
+        (self.running if live in self.running else self.waiting).remove(live)
+        live.request.status = RequestStatus.FINISHED_ABORTED
+        self.manager.free(live.request)
+
+    def op_finish_later(self, pick: int) -> Observation:
+        """A request finishes, but its blocks are returned to the pool later."""
+        if not self.live:
+            return {"skipped": "finish_later"}
+        live = self.live[pick % len(self.live)]
+        ids = {i for table in self.tables(live) for i in table if i}
+        (self.running if live in self.running else self.waiting).remove(live)
+        live.request.status = RequestStatus.FINISHED_ABORTED
+        blocks = self.manager.pop_blocks_for_free(live.request)
+        if blocks:
+            self.deferred.append((blocks, ids))
+        elif ids:
+            raise Unsafe(f"no blocks were popped for {live.request_id}, which held {ids}")
+        return {"request": live.request_id, "popped": bool(blocks)}
+
+    def op_return_blocks(self) -> Observation:
+        """The oldest blocks that were held back return to the pool."""
+        if not self.deferred:
+            return {"skipped": "return_blocks"}
+        blocks, _ = self.deferred.pop(0)
+        self.manager.block_pool.free_blocks(reversed(blocks))
+        return {}
+
+    def op_reset(self, preempt_all: int) -> Observation:
+        """Reset the prefix cache, with all running requests preempted or not."""
+        if preempt_all:
+            while self.running:
+                self.preempt(self.running[-1], drop=True)
+        return {"reset": self.manager.reset_prefix_cache()}
+
+    def op_session(self, pick: int, plan: int) -> Observation:
+        """A streaming session's turn ends and its next input arrives; its blocks stay."""
+        ready = [
+            live
+            for live in self.running
+            if live.request.num_output_tokens and (self.max_steps > 1 or not live.steps)
+        ]
+        if not ready:
+            return {"skipped": "session"}
+        live = ready[pick % len(ready)]
+        request, path = live.request, self.plans[plan % len(self.plans)].path
+        num_new = sum(length for _, length in path)
+        if request.num_tokens + num_new >= self.setup.max_model_len:
+            return {"skipped": "session"}
+        request.num_computed_tokens -= request.num_output_placeholders
+        self.make_stale(live, drop=True)
+        live.continue_session(path, self.setup.resolved_hash_block_size)
+        request.status = RequestStatus.WAITING
+        self.running.remove(live)
+        self.waiting.insert(0, live)
+        return {"request": live.request_id, "num_tokens": request.num_tokens}
+
+    # ---------------------------------------------------------------- looking
+
+    def op_remove_skipped(self, pick: int) -> Observation:
+        """Give up what no later token reads, outside of any allocation."""
+        if not self.live:
+            return {"skipped": "remove_skipped"}
+        request = self.live[pick % len(self.live)].request
+        self.manager.remove_skipped_blocks(
+            request_id=request.request_id,
+            processed_computed_tokens=max(
+                0, request.num_computed_tokens - request.num_in_flight_tokens
+            ),
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+        return {"request": request.request_id}
+
+    def op_look_up(self, pick: int, cut: int) -> Observation:
+        """A lookup that leads to nothing, and a shorter view of it."""
+        ready = [live for live in self.waiting if live.request.num_computed_tokens == 0]
+        if not ready:
+            return {"skipped": "look_up"}
+        live = ready[pick % len(ready)]
+        blocks, hit, boundary = self.look_up(live)
+        shorter = min(cut * self.setup.scheduler_block_size, hit)
+        view = self.manager.truncate_computed_blocks(blocks, shorter) if hit else blocks
+        ids = blocks.get_block_ids()
+        for table, longer in zip(view.get_block_ids(), ids, strict=True):
+            if table != longer[: len(table)]:
+                raise Unsafe(f"a truncated hit has {table} of {longer}")
+        return {
+            "request": live.request_id,
+            "hit": hit,
+            "boundary": boundary,
+            "hit_nulls": [[i for i, block_id in enumerate(t) if not block_id] for t in ids],
+            "truncated": self.block_counts(view),
+            "enabled": self.manager.prefix_cache_lookup_enabled(live.request),
+        }
+
+    def op_observe(self, pick: int) -> Observation:
+        """Read-only calls about one request, as scheduler and connectors make them."""
+        if not self.live:
+            return {"skipped": "observe"}
+        request = self.live[pick % len(self.live)].request
+        manager, request_id = self.manager, request.request_id
+        computed = request.num_computed_tokens
+        blocks = manager.get_blocks(request_id)
+        ids = blocks.get_block_ids()
+        if ids != manager.get_block_ids(request_id):
+            raise Unsafe("get_blocks and get_block_ids differ")
+        full = min(request.num_tokens, self.setup.max_model_len)
+        remaining = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request_id,
+            num_tokens=full,
+            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=computed,
+            num_tokens_main_model=full,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+        clipped = manager.get_block_ids_for_computed_tokens(request_id, computed)
+        return {
+            "request": request_id,
+            "none_allowed": blocks.get_block_ids(allow_none=True) is None,
+            "selected": [len(t) for t in blocks.get_block_ids(group_ids=[0])] if ids else [],
+            "unhashed": [len(t) for t in blocks.get_unhashed_block_ids_all_groups()],
+            "new_empty": self.block_counts(blocks.new_empty()),
+            "added": self.block_counts(blocks + blocks),
+            "clipped": [len(t) for t in clipped],
+            "cached": manager.estimate_cached_tokens(request),
+            "remaining": remaining,
+            "common": manager.get_num_common_prefix_blocks(request_id),
+        }
+
+    def op_stats(self) -> Observation:
+        stats = self.manager.make_prefix_cache_stats()
+        return {"stats": stats and dataclasses.asdict(stats)}
+
+    # ---------------------------------------------------------------- the end
+
+    def wind_down(self) -> Observation:
+        """Every request ends; the pool must be whole again, and forget on request."""
+        seen = self.op_stats()
+        while self.live:
+            self.finish(self.live[-1])
+        while self.deferred:
+            self.op_return_blocks()
+        seen |= self.audit()
+        if self.manager.usage != 0:
+            raise Unsafe(f"usage is {self.manager.usage} with no request alive")
+        if not self.manager.reset_prefix_cache():
+            raise Unsafe("the prefix cache cannot be reset with no request alive")
+        return seen | {"events_at_the_end": self.audit().get("events")}

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that a KV cache manager is checked against after every operation.
+
+It knows, independent of the manager, what memory holds, which blocks the requests own, and
+which of them steps in flight still read.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from support.kv_configs import KVSetup
+from support.kv_content import KVContent, Unsafe
+from support.requests import Identities, LiveRequest, RequestPlan, Step, block_hasher
+
+from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent
+
+Observation = dict[str, Any]
+Tables = tuple[list[int], ...]
+
+
+def normal_events(events: Sequence[KVCacheEvent], num_groups: int) -> tuple[Any, ...]:
+    """Events per KV cache group, in order: how groups alternate is of no meaning."""
+    per_group: list[list[Any]] = [[] for _ in range(num_groups)]
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            for one_group in per_group:
+                one_group.append("cleared")
+            continue
+        fields = {name: getattr(event, name) for name in event.__struct_fields__}
+        per_group[fields["group_idx"]].append((type(event).__name__, fields))
+    return tuple(map(tuple, per_group))
+
+
+class ManagerModel:
+    """One manager, its requests in base's queues, and what must be true of them."""
+
+    def __init__(
+        self, manager_class: Any, setup: KVSetup, plans: Sequence[RequestPlan] = ()
+    ) -> None:
+        self.setup = setup
+        self.plans = list(plans)
+        self.groups = setup.groups
+        self.manager = setup.build(manager_class)
+        self.hasher = block_hasher(setup.resolved_hash_block_size) if setup.caching else None
+        self.identities = Identities()
+        self.content = KVContent(self.groups)
+        self.waiting: list[LiveRequest] = []
+        self.running: list[LiveRequest] = []
+        # Popped with pop_blocks_for_free, not yet returned: the blocks, their ids.
+        self.deferred: list[tuple[list[Any], set[int]]] = []
+        self.num_requests = 0
+        self.num_calls = 0
+        self.hit_tokens = 0
+        self.num_hits = 0
+        self.num_preemptions = 0
+        self.max_steps = setup.max_steps
+
+    @property
+    def live(self) -> list[LiveRequest]:
+        return [*self.running, *self.waiting]
+
+    def audit(self) -> Observation:
+        """Check the manager's state against the model and return what can be compared."""
+        tables = {live.request_id: self.tables(live) for live in self.live}
+        owners: dict[int, tuple[int, int]] = {}
+        names: dict[int, int] = {0: 0}
+        shape = []
+        for request_id in sorted(tables):
+            for group, table in enumerate(tables[request_id]):
+                for index, block_id in enumerate(table):
+                    if block_id and owners.setdefault(block_id, (group, index)) != (group, index):
+                        raise Unsafe(
+                            f"id {block_id} is block {index} of group {group} for {request_id}, "
+                            f"and block {owners[block_id][1]} of group {owners[block_id][0]}"
+                        )
+                shape.append([names.setdefault(block_id, len(names)) for block_id in table])
+        used = set(owners).union(*(ids for _, ids in self.deferred))
+        free = self.manager.block_pool.get_num_free_blocks()
+        usable = self.setup.num_blocks - 1
+        if free != usable - len(used):
+            raise Unsafe(f"{free} blocks are free, but {len(used)} of {usable} are in use")
+        usage = self.manager.usage
+        if usable and abs(usage - len(used) / usable) > 1e-9:
+            raise Unsafe(f"usage is {usage}, but {len(used)} of {usable} blocks are in use")
+        for live in self.running:
+            self.check_steps_in_flight(live, tables[live.request_id])
+        check_integrity = getattr(self.manager, "check_integrity", None)
+        if check_integrity is not None:
+            check_integrity()
+        seen: Observation = {"free": free, "usage": round(usage, 9)}
+        # Nulls first: of two that differ, they are easier to understand.
+        seen["nulls"] = [[i for i, name in enumerate(table) if not name] for table in shape]
+        seen["blocks"] = shape
+        if self.setup.events:
+            seen["events"] = normal_events(self.manager.take_events(), len(self.groups))
+        elif self.manager.take_events():
+            raise Unsafe("events although they are off")
+        return seen
+
+    def check_steps_in_flight(self, live: LiveRequest, tables: Tables) -> None:
+        """Blocks that a step in flight reads or writes are still in the request's tables."""
+        start = min((step.start for step in live.steps if not step.stale), default=None)
+        if start is None:
+            return
+        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
+            first = 0 if kind.reach is None else max(0, start - kind.reach + 1)
+            end = -(-live.request.num_computed_tokens // kind.block_size)
+            if 0 in table[first // kind.block_size : end]:
+                raise Unsafe(
+                    f"{live.request_id} group {group}: a block that the step at token {start} "
+                    f"reads was given up: {table}"
+                )
+
+    def tables(self, live: LiveRequest) -> Tables:
+        return self.manager.get_block_ids(live.request_id)
+
+    def block_counts(self, blocks: Any) -> list[int]:
+        return [len(ids) for ids in blocks.get_block_ids()]
+
+    def look_up(self, live: LiveRequest) -> tuple[Any, int, int]:
+        """The manager's prefix hit, each block of it verified."""
+        blocks, hit, boundary = self.manager.get_computed_blocks(live.request)
+        if not 0 <= hit < live.request.num_tokens:
+            raise Unsafe(f"{live.request_id} hits {hit} of {live.request.num_tokens} tokens")
+        self.content.check_hit(blocks.get_block_ids(), live.identities(hit), hit)
+        return blocks, hit, boundary
+
+    def advance(self, live: LiveRequest, num_tokens: int, new_blocks: Any) -> Observation:
+        """A step with ``num_tokens`` of the request is on its way; play its writes and reads."""
+        request = live.request
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        tables = self.tables(live)
+        new_ids = new_blocks.get_block_ids()
+        for group, (table, ids) in enumerate(zip(tables, new_ids, strict=True)):
+            if ids and table[-len(ids) :] != ids:
+                raise Unsafe(f"{live.request_id} group {group}: {ids} is not the end of {table}")
+        self.check_zeroing(new_ids)
+        identities = live.identities(end)
+        self.content.write(tables, identities, start, end)
+        self.content.check_step(tables, identities, start, end)
+        request.num_computed_tokens = end
+        request.num_in_flight_tokens += num_tokens
+        samples = end >= request.num_tokens + request.num_output_placeholders
+        request.is_prefill_chunk = not samples
+        # Base's synchronous scheduler keeps no placeholders: it waits for each output.
+        if samples and self.max_steps > 1:
+            request.num_output_placeholders += 1
+        live.steps.append(Step(start, num_tokens, samples))
+        return {"scheduled": num_tokens, "new_blocks": [len(ids) for ids in new_ids]}
+
+    def check_zeroing(self, new_ids: Sequence[list[int]]) -> None:
+        """The blocks to zero are exactly the new ones, where base zeroes at all."""
+        to_zero = self.manager.take_new_block_ids()
+        mixed = len({kind.dtype for kind in self.groups}) > 1
+        expected = sorted(i for ids in new_ids for i in ids) if mixed else []
+        if sorted(to_zero) != expected:
+            raise Unsafe(f"{to_zero} would be zeroed instead of {expected}")
+
+    def make_stale(self, live: LiveRequest, drop: bool) -> None:
+        """Steps in flight no longer advance the request; some still deliver their output."""
+        request = live.request
+        drop = drop or any(step.dropped for step in live.steps)
+        for step in live.steps:
+            step.stale, step.dropped = True, step.dropped or drop
+        request.drop_stale_output = drop
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.num_output_placeholders = 0

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Content oracle: the real scheduler on a simulated device that checks every KV read."""
+
+from .engine import OracleEngine
+from .engine_config import OracleSettings
+from .faults import (
+    InFlightFault,
+    OracleFault,
+    OutcomeFault,
+    ProtocolFault,
+    ReadFault,
+    WriteFault,
+)
+from .identity import MultiModalItem, PrefixIdentity, expected_tokens
+from .models import Chunked, Full, Sliding, make_kv_cache_config, smallest_pool
+from .simulated_worker import SimulatedWorker
+
+__all__ = [
+    "Chunked",
+    "Full",
+    "InFlightFault",
+    "MultiModalItem",
+    "OracleEngine",
+    "OracleFault",
+    "OracleSettings",
+    "OutcomeFault",
+    "PrefixIdentity",
+    "ProtocolFault",
+    "ReadFault",
+    "SimulatedWorker",
+    "Sliding",
+    "WriteFault",
+    "expected_tokens",
+    "make_kv_cache_config",
+    "smallest_pool",
+]

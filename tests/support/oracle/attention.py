@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV writes and reads of a step, on a model of device memory."""
+
+import numpy as np
+
+from .block_tables import BlockTables, TypeTables
+from .device_memory import DeviceMemory
+from .faults import InFlightFault, ReadFault, WriteFault
+from .sequences import Sequences
+from .step import Step
+
+
+class Attention:
+    """All attention layers of the simulated model.
+
+    Args:
+        tables: Which attention types there are; steps bring their own copies of the tables.
+        sequences: What each row's positions hold.
+        num_blocks: Physical blocks, the null block included.
+    """
+
+    def __init__(self, tables: BlockTables, sequences: Sequences, num_blocks: int) -> None:
+        self.types = tables.types
+        self.num_groups = max(tables.num_groups, 1)
+        self.sequences = sequences
+        self.memory = DeviceMemory(num_blocks, tables.max_block_size)
+        self.reads_checked = 0
+        self.writes_done = 0
+        #: Request id of each serial, for messages.
+        self.names: list[str] = []
+        self._handed_out = np.zeros(num_blocks, dtype=bool)
+
+    def forward(self, step: Step) -> None:
+        """Write the KV of all scheduled tokens, then check every read.
+
+        All layers write a step's KV before they read it, so requests of one step may read
+        each other's (two that share a prefix, admitted together).
+        """
+        self._write(step)
+        for tables, captured in zip(self.types, step.tables, strict=True):
+            self._check_reads(step, tables, captured)
+
+    def check_slots(self, step: Step, ends: np.ndarray) -> None:
+        """Block tables must reach up to ``ends``, one per request."""
+        for tables, lengths in zip(self.types, step.table_lengths, strict=True):
+            short = ends > lengths * tables.block_size
+            if short.any():
+                i = int(np.argmax(short))
+                raise WriteFault(
+                    f"step {step.index}: {step.requests[i].req_id} needs {ends[i]} slots, its "
+                    f"{lengths[i]} blocks of groups {tables.group_ids} have "
+                    f"{lengths[i] * tables.block_size}"
+                )
+
+    def check_not_in_flight(self, handed_out: np.ndarray, steps: list[Step]) -> None:
+        """Blocks handed out for new tokens must not be read by any unfinished step.
+
+        Stricter than device order, which makes a step's reads finish before a later
+        step's writes: only requests that were preempted or have ended rely on that.
+        """
+        if not handed_out.all():
+            raise WriteFault("the null block was handed out for new tokens")
+        self._handed_out[handed_out] = True
+        for step in steps:
+            if not step.requests:
+                continue
+            alive = np.array([state.req_id not in step.abandoned for state in step.requests])
+            for tables, captured in zip(self.types, step.tables, strict=True):
+                size = tables.block_size
+                first = tables.rule.first_read(step.starts) // size
+                columns = np.arange(captured.shape[2])
+                read = columns >= first[:, None]
+                read &= columns * size < step.ends[:, None]
+                read &= alive[:, None]
+                clash = self._handed_out[captured] & read
+                if clash.any():
+                    group, request, column = np.argwhere(clash)[0]
+                    raise InFlightFault(
+                        f"block {captured[group, request, column]} was handed out, but step "
+                        f"{step.index} in flight reads it for {step.requests[request].req_id}, "
+                        f"group {tables.group_ids[group]}, block {column} of its table"
+                    )
+        self._handed_out[handed_out] = False
+
+    def _write(self, step: Step) -> None:
+        counts = step.counts
+        if counts.max() == 1:
+            index, positions = np.arange(len(counts)), step.starts
+        else:
+            index = np.repeat(np.arange(len(counts)), counts)
+            before = np.cumsum(counts) - counts
+            positions = np.arange(len(index)) + (step.starts - before)[index]
+        contents = self.sequences.identities[step.rows[index], positions]
+        # The tag of a block: which admission of which request, and which group.
+        tags = step.serials[index] * self.num_groups
+        for tables, captured in zip(self.types, step.tables, strict=True):
+            columns = positions // tables.block_size
+            try:
+                self.memory.write(
+                    captured[:, index, columns],
+                    positions - columns * tables.block_size,
+                    contents ^ tables.group_marks[:, None],
+                    tags + tables.group_column,
+                )
+            except WriteFault as fault:
+                names = [state.req_id for state in step.requests]
+                raise WriteFault(
+                    f"step {step.index}: {fault}; groups {tables.group_ids}, requests {names}"
+                ) from fault
+            self.writes_done += len(positions) * len(tables.group_ids)
+
+    def _check_reads(self, step: Step, tables: TypeTables, captured: np.ndarray) -> None:
+        """Compare all that one attention type reads with the requests' own prefixes."""
+        size = tables.block_size
+        ends = step.ends
+        lows = tables.rule.first_read(step.starts)
+        first = lows // size
+        width = int(((ends - 1) // size - first).max()) + 1
+        columns = first[:, None] + np.arange(width)
+        request = np.arange(len(ends))[:, None]
+        blocks = captured[:, request, np.minimum(columns, captured.shape[2] - 1)]
+        held = self.memory.read(blocks, size)
+        held ^= tables.group_marks[:, None, None, None]
+        identities = self.sequences.identities
+        by_block = identities.reshape(len(identities), -1, size)
+        own = by_block[step.rows[:, None], np.minimum(columns, by_block.shape[1] - 1)]
+        positions = columns[:, :, None] * size + np.arange(size)
+        read = positions >= lows[:, None, None]
+        read &= positions < ends[:, None, None]
+        wrong = held != own
+        wrong &= read
+        if wrong.any():
+            raise ReadFault(self._describe(step, tables, blocks, positions, wrong))
+        self.reads_checked += int((ends - lows).sum()) * len(tables.group_ids)
+
+    def _describe(
+        self,
+        step: Step,
+        tables: TypeTables,
+        blocks: np.ndarray,
+        positions: np.ndarray,
+        wrong: np.ndarray,
+    ) -> str:
+        group, request, column, slot = np.argwhere(wrong)[0]
+        block = int(blocks[group, request, column])
+        owner = int(self.memory.owner[block])
+        if block == 0:
+            content = "is the null block"
+        elif owner < 0:
+            content = "holds nothing"
+        else:
+            serial, owner_group = divmod(owner, self.num_groups)
+            written = "a wrong prefix" if self.memory.slots[block, slot] else "nothing at that slot"
+            content = f"holds {written}, last owner {self.names[serial]} in group {owner_group}"
+        return (
+            f"step {step.index}: {step.requests[request].req_id}, group "
+            f"{tables.group_ids[group]}, reads position {positions[request, column, slot]} "
+            f"(computing {step.starts[request]} to {step.ends[request] - 1}) from block {block}, "
+            f"which {content}; {int(wrong.sum())} wrong reads in this step"
+        )

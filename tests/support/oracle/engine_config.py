@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM configuration for a scheduler without an engine."""
+
+import copy
+import functools
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.v1.structured_output import StructuredOutputManager
+
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1 << 20,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class OracleSettings:
+    """How the scheduler and the simulated worker run.
+
+    ``steps_in_flight`` steps have been scheduled, and their outputs not been received, when
+    the next one is scheduled: 0 as the plain engine does, 1 as with async scheduling.
+    Without ``async_scheduling`` more than 0 is what pipeline parallelism does.
+    """
+
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 64
+    max_model_len: int = 256
+    async_scheduling: bool = False
+    steps_in_flight: int = 0
+    policy: str = "fcfs"
+    watermark: float = 0.0
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    reserve_full_sequence: bool = True
+    num_spec_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    model_runner_v2: bool = False
+    #: Tokens are sampled from ``range(vocab_size)``.
+    vocab_size: int = 32000
+    #: Whether a step runs as soon as it is scheduled, or only when its output is due.
+    run_early: bool = False
+    log_stats: bool = False
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        return (self.steps_in_flight + 1) * self.max_num_batched_tokens
+
+
+@functools.cache
+def _model_config() -> ModelConfig:
+    # Building one takes seconds the first time on a machine, so there is one per process.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_MODEL))
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32")
+
+
+@functools.cache
+def _base_config() -> VllmConfig:
+    # A block size that no platform warns about; each engine has its own.
+    return VllmConfig(model_config=_model_config(), cache_config=CacheConfig(block_size=32))
+
+
+@functools.cache
+def structured_output_manager() -> StructuredOutputManager:
+    """Without structured output requests it holds no state, so one serves all engines."""
+    return StructuredOutputManager(_base_config())
+
+
+def make_vllm_config(settings: OracleSettings, block_size: int, num_blocks: int) -> VllmConfig:
+    """A configuration with these settings; no model is loaded and nothing is downloaded."""
+    config = copy.copy(_base_config())
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = settings.max_model_len
+    config.scheduler_config = SchedulerConfig(
+        max_model_len=settings.max_model_len,
+        is_encoder_decoder=False,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        policy=settings.policy,
+        watermark=settings.watermark,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        scheduler_reserve_full_isl=settings.reserve_full_sequence,
+        async_scheduling=settings.async_scheduling,
+    )
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.block_size = block_size
+    config.cache_config.enable_prefix_caching = settings.enable_prefix_caching
+    config.cache_config.num_gpu_blocks = num_blocks
+    if settings.num_spec_tokens:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=settings.num_spec_tokens,
+            prompt_lookup_max=2,
+            prompt_lookup_min=1,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
+    return config

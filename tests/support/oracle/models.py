@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache configs of made-up models, small enough to write down in a test."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+_SHAPE = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+
+
+@dataclass(frozen=True)
+class Full:
+    """Full attention."""
+
+    block_size: int = 16
+    num_groups: int = 1
+
+    def spec(self) -> KVCacheSpec:
+        return FullAttentionSpec(block_size=self.block_size, **_SHAPE)
+
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return -(-max_model_len // self.block_size)
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Sliding-window attention."""
+
+    window: int
+    block_size: int = 16
+    num_groups: int = 1
+
+    def spec(self) -> SlidingWindowSpec:
+        return SlidingWindowSpec(
+            block_size=self.block_size, sliding_window=self.window, **_SHAPE
+        )
+
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return self.spec().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Chunked local attention."""
+
+    chunk: int
+    block_size: int = 16
+    num_groups: int = 1
+
+    def spec(self) -> ChunkedLocalAttentionSpec:
+        return ChunkedLocalAttentionSpec(
+            block_size=self.block_size, attention_chunk_size=self.chunk, **_SHAPE
+        )
+
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return self.spec().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+
+
+AttentionKind = Full | Sliding | Chunked
+
+
+def smallest_pool(
+    kinds: Sequence[AttentionKind], max_model_len: int, max_in_flight_tokens: int
+) -> int:
+    """Blocks with which one request of the greatest length just fits, null block included."""
+    return 1 + sum(
+        kind.num_groups * kind.max_blocks(max_model_len, max_in_flight_tokens) for kind in kinds
+    )
+
+
+def make_kv_cache_config(
+    kinds: Sequence[AttentionKind],
+    num_blocks: int,
+    retention_interval: int | None = None,
+    shuffle_groups: int | None = None,
+) -> KVCacheConfig:
+    """The KV cache config of a model with these attention types.
+
+    Args:
+        kinds: The types, with their numbers of groups.
+        num_blocks: Physical blocks, the null block included.
+        retention_interval: Which sparse types' blocks stay cached; see base's option.
+        shuffle_groups: A seed to mix the groups of all types; None keeps them together.
+    """
+    specs = [kind.spec() for kind in kinds for _ in range(kind.num_groups)]
+    if shuffle_groups is not None:
+        random.Random(shuffle_groups).shuffle(specs)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec(layer_names=[f"layer.{i}"], kv_cache_spec=spec)
+            for i, spec in enumerate(specs)
+        ],
+        prefix_cache_retention_interval=retention_interval,
+    )

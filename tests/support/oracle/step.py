@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler step on its way through the simulated worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+
+@dataclass
+class RequestState:
+    """A request between its admission and its end or preemption."""
+
+    req_id: str
+    row: int
+    #: Tells this admission's writes from all others'.
+    serial: int
+    #: The lists that the scheduler sent, extended in place like the V1 runner's, so that
+    #: a manager that keeps using a list it has handed out is found.
+    block_ids: Sequence[list[int]]
+    last_step: int = -1
+    #: Drafts proposed, valid while the sequence has this many known tokens.
+    drafts: list[int] = field(default_factory=list)
+    drafts_at: int = -1
+
+
+@dataclass
+class Step:
+    """One scheduler step on its way through the device."""
+
+    index: int
+    scheduled: SchedulerOutput
+    requests: list[RequestState]
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    serials: np.ndarray
+    #: Per attention type, the block tables of `rows` and their lengths, as of scheduling.
+    tables: list[np.ndarray]
+    table_lengths: list[np.ndarray]
+    #: Rows that nothing uses once this step has run.
+    retired_rows: list[int]
+    #: Which of `requests` have ended or were preempted since: their reads do not matter.
+    abandoned: set[str] = field(default_factory=set)
+    #: Steps whose output the scheduler did not have yet when it made this one.
+    overlapped: list["Step"] = field(default_factory=list)
+    #: Draft tokens rejected, per serial, once the step has run.
+    rejected: dict[int, int] = field(default_factory=dict)
+    output: ModelRunnerOutput | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        """One past the last scheduled position of each request."""
+        return self.starts + self.counts
