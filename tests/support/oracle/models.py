@@ -42,9 +42,7 @@ class Sliding:
     num_groups: int = 1
 
     def spec(self) -> SlidingWindowSpec:
-        return SlidingWindowSpec(
-            block_size=self.block_size, sliding_window=self.window, **_SHAPE
-        )
+        return SlidingWindowSpec(block_size=self.block_size, sliding_window=self.window, **_SHAPE)
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         return self.spec().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)

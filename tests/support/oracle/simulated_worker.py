@@ -103,9 +103,7 @@ class SimulatedWorker:
             resumed_tokens = cached.all_token_ids.get(req_id)
             if resumed_tokens is None or new_block_ids is None:
                 raise ProtocolFault(f"{req_id} is resumed without its tokens or blocks")
-            handed_out += self._admit(
-                req_id, resumed_tokens, new_block_ids, num_computed, retired
-            )
+            handed_out += self._admit(req_id, resumed_tokens, new_block_ids, num_computed, retired)
         if starts.keys() != scheduled.num_scheduled_tokens.keys():
             raise ProtocolFault(
                 f"data for {sorted(starts)}, tokens for {sorted(scheduled.num_scheduled_tokens)}"
@@ -159,9 +157,7 @@ class SimulatedWorker:
     ) -> list[np.ndarray]:
         """Start or restart a request; returns its blocks that are not prefix hits."""
         self._drop(req_id, retired)
-        state = RequestState(
-            req_id, self._free_rows.pop(), len(self.attention.names), block_ids
-        )
+        state = RequestState(req_id, self._free_rows.pop(), len(self.attention.names), block_ids)
         self.attention.names.append(req_id)
         self._states[req_id] = state
         self.sequences.start(state.row, tokens, self._identities[req_id])
@@ -172,9 +168,7 @@ class SimulatedWorker:
             for tables, ids in zip(self.tables.types, ids_by_type, strict=True)
         ]
 
-    def _extend(
-        self, req_id: str, new_block_ids: Sequence[list[int]] | None
-    ) -> list[np.ndarray]:
+    def _extend(self, req_id: str, new_block_ids: Sequence[list[int]] | None) -> list[np.ndarray]:
         """Append blocks to a running request; returns them."""
         state = self._states.get(req_id)
         if state is None:

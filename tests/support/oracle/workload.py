@@ -95,9 +95,7 @@ class Case(_ShortRepr):
     @property
     def num_blocks(self) -> int:
         settings = self.settings
-        smallest = smallest_pool(
-            self.kinds, settings.max_model_len, settings.max_in_flight_tokens
-        )
+        smallest = smallest_pool(self.kinds, settings.max_model_len, settings.max_in_flight_tokens)
         return smallest + self.extra_blocks
 
 
@@ -200,9 +198,7 @@ def random_operations(
             yield Reset(running=rng.random() < 0.5)
 
 
-def _random_add(
-    rng: random.Random, num_added: int, max_model_len: int, vary_identity: bool
-) -> Add:
+def _random_add(rng: random.Random, num_added: int, max_model_len: int, vary_identity: bool) -> Add:
     longest = int(max_model_len * rng.choice((0.1, 0.3, 0.3, 0.9)))
     parent = rng.randrange(num_added) if num_added and rng.random() < 0.8 else None
     shared = max_model_len if rng.random() < 0.3 else rng.randint(0, max_model_len)
