@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random checkpoints whose greedy output depends on everything that they attend to.
+
+Weights drawn the usual way for training make a model that all but ignores its context and
+repeats one token; such a model proves nothing about a KV cache. Here
+- projections keep the scale of their input, so that each layer contributes to the output,
+- attention scores are spread wide enough that heads pick tokens instead of averaging them,
+- the output layer favours printable characters, so that generation neither stops early nor
+  makes text that cannot be decoded.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoint_makers.byte_tokenizer import (
+    BOS_ID,
+    END_OF_TURN_ID,
+    EOS_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    printable_ids,
+    save_tokenizer,
+)
+from checkpoint_makers.store import ensure_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+#: Raise it whenever the code below makes other weights or another tokenizer.
+FORMAT = 1
+MAX_LENGTH = 4096
+WINDOW = 64
+
+_COMMON: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_LENGTH,
+    "tie_word_embeddings": False,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """What one tiny checkpoint is made from."""
+
+    name: str
+    model_type: str
+    #: Configuration values beyond those that all tiny models share.
+    config: Mapping[str, object]
+    seed: int = 0
+    #: Standard deviation of the embeddings, small beside what the layers add to them.
+    embedding_std: float = 0.3
+    #: Scale of queries and of keys; larger makes a head pick fewer tokens.
+    attention_gain: float = 2.0
+    #: Scale of what attention and feed-forward layers add to the residual stream.
+    residual_gain: float = 2.0
+
+    def origin(self) -> dict[str, object]:
+        return {
+            "format": FORMAT,
+            "model_type": self.model_type,
+            "config": {**_COMMON, **self.config},
+            "seed": self.seed,
+            "embedding_std": self.embedding_std,
+            "attention_gain": self.attention_gain,
+            "residual_gain": self.residual_gain,
+        }
+
+
+def ensure_tiny(model: TinyModel, force: bool = False) -> Path:
+    """Return the folder of `model`'s checkpoint, made first if it is missing or outdated."""
+    return ensure_checkpoint(
+        model.name, model.origin(), lambda folder: _make(model, folder), force=force
+    )
+
+
+def _make(model: TinyModel, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    dtype = torch.float32
+    config = AutoConfig.for_model(model.model_type, dtype=dtype, **{**_COMMON, **model.config})
+    network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.copy_(_draw(model, name, parameter))
+    network.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, eos_token_id=[EOS_ID, END_OF_TURN_ID], pad_token_id=PAD_ID
+    )
+    network.save_pretrained(folder)
+    save_tokenizer(folder, MAX_LENGTH)
+
+
+def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tensor":
+    """Random values for one parameter, the same on every machine for the same seed and name."""
+    import torch
+
+    # A generator for each parameter: the values do not depend on the order of parameters.
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + model.seed)
+    noise = torch.randn(parameter.shape, generator=generator)
+    *_, leaf, kind = name.split(".")
+    if leaf in ("q_norm", "k_norm"):
+        # These undo the scale of the projections, so the gain belongs here. Gemma's norms
+        # multiply by one plus the weight, and start from 0 where others start from 1.
+        offset = 1 - parameter.mean()
+        return (parameter + offset) * model.attention_gain - offset + 0.1 * noise
+    if "norm" in leaf:
+        return parameter + 0.1 * noise
+    if kind == "bias":
+        return 0.1 * noise
+    if leaf == "embed_tokens":
+        noise = model.embedding_std * noise
+        return _favour_printable(noise) if model.config.get("tie_word_embeddings") else noise
+    noise = noise / math.sqrt(parameter.shape[-1])
+    if leaf == "lm_head":
+        return _favour_printable(noise)
+    if leaf in ("q_proj", "k_proj"):
+        return model.attention_gain * noise
+    return model.residual_gain * noise
+
+
+def _favour_printable(rows: "torch.Tensor") -> "torch.Tensor":
+    """Scale the output layer so that the likeliest token is always a printable character."""
+    scale = rows.new_full((VOCAB_SIZE, 1), 0.1)
+    scale[printable_ids()] = 1.0
+    return scale * rows
+
+
+TINY_GEMMA3 = TinyModel(
+    "tiny-gemma3",
+    "gemma3_text",
+    {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 32,
+    },
+    # Gemma multiplies embeddings by the square root of the hidden size.
+    embedding_std=0.03,
+)
+TINY_GEMMA2 = TinyModel(
+    "tiny-gemma2",
+    "gemma2",
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 32,
+        # vLLM's Gemma 2 has no output layer of its own.
+        "tie_word_embeddings": True,
+    },
+    embedding_std=0.02,
+)
+TINY_MISTRAL = TinyModel(
+    "tiny-mistral", "mistral", {"num_hidden_layers": 4, "sliding_window": WINDOW}
+)
+TINY_LLAMA = TinyModel("tiny-llama", "llama", {"num_hidden_layers": 4})

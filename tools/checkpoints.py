@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints for tests and demonstrations, made when first needed.
+
+    python tools/checkpoints.py tiny-gemma3 [--force]
+
+prints the folder of a checkpoint, made first if it is missing. The tiny ones are random and
+take seconds; all have a byte-level tokenizer and a chat template of their own, the same for
+every one. Serve or load them with `dtype="float32"`: vLLM's `auto` would round them to
+bfloat16. They lie in `$VLLM_HYBRID_KV_CACHE`, or in `~/.cache/vllm-hybrid-kv`.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoint_makers import tiny_models
+from checkpoint_makers.store import CheckpointError, cache_dir
+from checkpoint_makers.tiny_models import ensure_tiny
+
+__all__ = [
+    "CHECKPOINTS",
+    "CheckpointError",
+    "cache_dir",
+    "tiny_gemma2",
+    "tiny_gemma3",
+    "tiny_llama",
+    "tiny_mistral",
+]
+
+
+def tiny_gemma3(force: bool = False) -> Path:
+    """Gemma 3: five layers with a sliding window of 64, then one with full attention."""
+    return ensure_tiny(tiny_models.TINY_GEMMA3, force)
+
+
+def tiny_gemma2(force: bool = False) -> Path:
+    """Gemma 2: four layers, by turns with a sliding window of 64 and full attention."""
+    return ensure_tiny(tiny_models.TINY_GEMMA2, force)
+
+
+def tiny_mistral(force: bool = False) -> Path:
+    """Mistral: four layers, all with a sliding window of 64."""
+    return ensure_tiny(tiny_models.TINY_MISTRAL, force)
+
+
+def tiny_llama(force: bool = False) -> Path:
+    """Llama: four layers, all with full attention."""
+    return ensure_tiny(tiny_models.TINY_LLAMA, force)
+
+
+#: Every checkpoint that can be made, by its name on the command line.
+CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
+    "tiny-gemma3": tiny_gemma3,
+    "tiny-gemma2": tiny_gemma2,
+    "tiny-mistral": tiny_mistral,
+    "tiny-llama": tiny_llama,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Make a checkpoint if it is missing, and print its folder."
+    )
+    parser.add_argument("name", choices=CHECKPOINTS)
+    parser.add_argument("--force", action="store_true", help="make it again even if it is there")
+    options = parser.parse_args(arguments)
+    try:
+        print(CHECKPOINTS[options.name](options.force))
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
