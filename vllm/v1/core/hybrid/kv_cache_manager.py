@@ -9,7 +9,7 @@ from vllm.v1.core.hybrid.attention_type import get_attention_types
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators import create_coordinator
 from vllm.v1.core.hybrid.coordinators.base import BlocksByType
-from vllm.v1.core.hybrid.coverage import ManagerArguments, find_uncovered_feature
+from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.kv_cache_blocks import KVCacheBlocks, get_group_layout
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog
@@ -54,6 +54,20 @@ class KVCacheManager:
         watermark: float = 0.0,
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
+        feature = find_uncovered_feature(
+            EngineFacts(
+                kv_cache_config=kv_cache_config,
+                hash_block_size=hash_block_size,
+                enable_kv_cache_events=enable_kv_cache_events,
+                use_eagle=use_eagle,
+                num_prefill_lookahead=num_prefill_lookahead,
+                dcp_world_size=dcp_world_size,
+                pcp_world_size=pcp_world_size,
+                metrics_collector=metrics_collector,
+            )
+        )
+        if feature is not None:
+            raise ValueError(f"{feature} is not covered by the hybrid KV cache; use base's manager")
         if watermark < 0.0:
             raise ValueError(f"watermark is {watermark}; accepted are values of 0.0 and above")
         self.max_model_len = max_model_len
