@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -18,35 +17,12 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "tools"))
+
+from native_tools import find_tool, missing_tools  # noqa: E402
+
 PACKAGE = "vllm.v1.core.hybrid"
 BUILD_COMMANDS = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
-
-
-def find_tool(*names: str) -> str | None:
-    """The first of these programs on PATH, or beside the Python that runs this."""
-    folders = (None, os.path.dirname(sys.executable), sysconfig.get_path("scripts"))
-    found = (shutil.which(name, path=path) for path in folders for name in names)
-    return next(filter(None, found), None)
-
-
-def find_compiler() -> str | None:
-    """The compiler that CMake will take: ``$CXX``, or the first of the usual names."""
-    if "CXX" in os.environ:
-        command = shlex.split(os.environ["CXX"])
-        return shutil.which(command[0]) if command else None
-    return find_tool("c++", "g++", "clang++")
-
-
-def missing_tools() -> list[str]:
-    missing = []
-    if find_compiler() is None:
-        missing.append("a C++17 compiler (Debian/Ubuntu: apt install g++)")
-    if find_tool("cmake") is None:
-        missing.append("cmake 3.18 or newer (apt install cmake, or pip install cmake)")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        missing.append(f"the headers of Python {version} (apt install python{version}-dev)")
-    return missing
 
 
 class CMakeExtension(Extension):
@@ -120,13 +96,9 @@ def packages() -> list[str]:
     return [PACKAGE, *(f"{PACKAGE}.{name}" for name in found)]
 
 
-missing = missing_tools() if BUILD_COMMANDS.intersection(sys.argv) else []
-if missing:
-    raise SystemExit(
-        "vllm-hybrid-kv: its native core cannot be built here. Please install "
-        + ", and ".join(missing)
-        + ", and try again."
-    )
+# Before setup(): a build that cannot succeed says so first and alone.
+if BUILD_COMMANDS.intersection(sys.argv) and (missing := missing_tools()):
+    raise SystemExit(f"vllm-hybrid-kv: to build its native core, please install {missing}.")
 
 setup(
     packages=packages(),

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+PYTHON ?= python3
+VENV_PYTHON := .venv/bin/python
+SERVE_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: help setup serve test lint types docs lock clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+
+setup: ## Make or update the environment in .venv
+	@$(PYTHON) tools/bootstrap.py
+
+serve: setup ## Serve Gemma 3 270M through the fork (SERVE_ARGS="--port 8001" and so on)
+	@$(VENV_PYTHON) tools/serve.py $(SERVE_ARGS)
+
+test: setup ## Run the tests (TEST_ARGS="-k sliding" and so on)
+	@$(VENV_PYTHON) -m pytest $(TEST_ARGS)
+
+lint: setup ## Check style and formatting
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m ruff format --check .
+
+types: setup ## Check types
+	@$(VENV_PYTHON) -m mypy
+
+docs: setup ## Build the documentation into site/
+	@$(VENV_PYTHON) -m mkdocs build --strict
+
+lock: ## Resolve requirements/cpu.in anew; takes minutes
+	@$(PYTHON) tools/lock.py
+
+clean: ## Remove what was built, but not .venv nor converted models
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f vllm/v1/core/hybrid/_core.*.so
+	find vllm tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
