@@ -9,10 +9,10 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from support.manager_driver import ManagerDriver, Op
 from support.manager_model import Observation
 from support.programs import Program
-
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 
 
@@ -94,6 +94,10 @@ def first_difference(reference: Any, candidate: Any, path: str = "") -> str | No
             found = first_difference(a, b, f"{path}[{i}]")
             if found:
                 return found
+        for i in range(min(len(reference), len(candidate)), len(reference)):
+            return f"{path}[{i}]: only the reference has {reference[i]!r}"
+        for i in range(len(reference), len(candidate)):
+            return f"{path}[{i}]: only the candidate has {candidate[i]!r}"
     return f"{path}: reference {reference!r}, candidate {candidate!r}"
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from support.kv_content import Unsafe
 from support.manager_model import ManagerModel, Observation
 from support.requests import LiveRequest
-
 from vllm.v1.request import RequestStatus
 
 Op = tuple[Any, ...]

@@ -11,7 +11,6 @@ from typing import Any
 from support.kv_configs import KVSetup
 from support.kv_content import KVContent, Unsafe
 from support.requests import Identities, LiveRequest, RequestPlan, Step, block_hasher
-
 from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent
 
 Observation = dict[str, Any]

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
+
 from support.kv_configs import AttentionKind, KVSetup, setups
 from support.manager_driver import Op
 from support.requests import RequestPlan, plans
@@ -32,7 +33,6 @@ def _op(name: str, *arguments: st.SearchStrategy[int]) -> st.SearchStrategy[Op]:
 def operations() -> st.SearchStrategy[Op]:
     """One operation; the frequent ones of a serving engine most often."""
     chunks = st.sampled_from([200, 1, 16, 33, 64])
-    few = st.integers(1, 5)
     by_weight = [
         (6, _op("serve", _picks(), st.integers(0, 12))),
         (5, _op("step", chunks)),

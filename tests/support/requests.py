@@ -151,9 +151,7 @@ class LiveRequest:
         while len(known) < end:
             position = len(known)
             token = (
-                tokens[position]
-                if position < len(tokens)
-                else token_at(self.plan.output, position)
+                tokens[position] if position < len(tokens) else token_at(self.plan.output, position)
             )
             parent = known[-1] if known else Identities.ROOT
             known.append(self._identities.extend(parent, token, self._key(position)))
