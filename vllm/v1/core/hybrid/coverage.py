@@ -16,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupRole,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheSpecKind,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
 )
@@ -27,6 +29,16 @@ if TYPE_CHECKING:
 #: Base's managers whose groups the fork serves. Asked of base's registry, so that a spec
 #: that a platform has registered with a manager of its own stays with that manager.
 COVERED_BASE_MANAGERS = (FullAttentionManager, SlidingWindowManager)
+
+#: Kinds that name what is not covered. Of the other kinds only some specs are not, R-SWA
+#: among full attention, say; there the spec's own name says more.
+_NAMED_KINDS = {
+    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION: "chunked local attention",
+    KVCacheSpecKind.CROSS_ATTENTION: "cross attention",
+    KVCacheSpecKind.ENCODER_ONLY_ATTENTION: "encoder-only attention",
+    KVCacheSpecKind.MAMBA: "Mamba",
+    KVCacheSpecKind.SINK_FULL_ATTENTION: "full attention with a sink",
+}
 
 
 @dataclass(frozen=True)
@@ -59,30 +71,42 @@ def _speculative_decoding(facts: EngineFacts) -> str | None:
     return None
 
 
-def _diffusion(facts: EngineFacts) -> str | None:
-    config = facts.vllm_config
-    if config is not None and config.model_config is not None and config.model_config.is_diffusion:
-        return "a diffusion model"
-    return None
+def _model(facts: EngineFacts) -> str | None:
+    model_config = None if facts.vllm_config is None else facts.vllm_config.model_config
+    if model_config is None:
+        return None
+    if model_config.is_encoder_decoder:
+        return "an encoder-decoder model"
+    return "a diffusion model" if model_config.is_diffusion else None
 
 
 def _kv_connector(facts: EngineFacts) -> str | None:
-    config = facts.vllm_config
-    if config is None or config.kv_transfer_config is None:
+    config = None if facts.vllm_config is None else facts.vllm_config.kv_transfer_config
+    if config is None:
         return None
-    return f"KV connector {config.kv_transfer_config.kv_connector}"
+    return f"KV connector {config.kv_connector}" if config.kv_connector else "a KV connector"
 
 
 def _context_parallelism(facts: EngineFacts) -> str | None:
-    sizes = {"decode": facts.dcp_world_size, "prefill": facts.pcp_world_size}
-    for kind, size in sizes.items():
+    sizes = [("decode", facts.dcp_world_size), ("prefill", facts.pcp_world_size)]
+    if facts.vllm_config is not None:
+        # Base's scheduler builds its manager with a prefill size of 1, whatever it is.
+        parallel = facts.vllm_config.parallel_config
+        sizes.append(("decode", parallel.decode_context_parallel_size))
+        sizes.append(("prefill", parallel.prefill_context_parallel_size))
+    for kind, size in sizes:
         if size > 1:
             return f"{kind} context parallelism (world size {size})"
     return None
 
 
 def _residency_metrics(facts: EngineFacts) -> str | None:
-    return "KV cache residency metrics" if facts.metrics_collector is not None else None
+    config = facts.vllm_config
+    if facts.metrics_collector is not None or (
+        config is not None and config.observability_config.kv_cache_metrics
+    ):
+        return "KV cache residency metrics"
+    return None
 
 
 def _kv_cache_groups(facts: EngineFacts) -> str | None:
@@ -95,39 +119,42 @@ def _kv_cache_groups(facts: EngineFacts) -> str | None:
 
 def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
     spec = group.kv_cache_spec
-    if group.host_resident or group.role != KVCacheGroupRole.DEFAULT:
-        return f"a group with role {KVCacheGroupRole(group.role).value}"
     if group.is_eagle_group:
         return "speculative decoding"
+    if group.host_resident:
+        return "a KV cache on the host"
+    if group.role != KVCacheGroupRole.DEFAULT:
+        return f"the role {KVCacheGroupRole(group.role).value}"
     if not group.enable_kv_transfer:
-        return "a group that is left out of KV transfer"
-    kind = get_kv_cache_spec_kind(spec).value.replace("_", " ")
-    if kind == "unknown":
-        kind = type(spec).__name__
-    manager_class = KVCacheSpecRegistry.get_manager_class(spec, group.role)
-    if manager_class not in COVERED_BASE_MANAGERS:
-        return kind
+        return "a KV cache that is left out of KV transfer"
+    if KVCacheSpecRegistry.get_manager_class(spec, group.role) not in COVERED_BASE_MANAGERS:
+        return _name_of(spec)
     if not spec.prefix_cacheable:
-        return f"{kind} that opts out of prefix caching"
+        return f"{type(spec).__name__} that opts out of prefix caching"
     if isinstance(spec, SlidingWindowSpec) and spec.extra_retained_tokens > 0:
         return "speculative decoding"
     return None
 
 
+def _name_of(spec: KVCacheSpec) -> str:
+    kind = get_kv_cache_spec_kind(spec)
+    return _NAMED_KINDS.get(kind, f"KV cache spec {type(spec).__name__}")
+
+
 def _partial_block_events(facts: EngineFacts) -> str | None:
-    # Base then publishes the end of a prompt as a block of its own, inside a larger one.
+    # Base then also publishes the part of a block that the end of a prompt fills.
     if facts.enable_kv_cache_events and any(
         isinstance(group.kv_cache_spec, FullAttentionSpec)
         and group.kv_cache_spec.block_size > facts.hash_block_size
         for group in facts.kv_cache_config.kv_cache_groups
     ):
-        return "KV cache events of parts of blocks"
+        return "publishing KV cache events for parts of blocks"
     return None
 
 
 CHECKS: tuple[Callable[[EngineFacts], str | None], ...] = (
     _speculative_decoding,
-    _diffusion,
+    _model,
     _kv_connector,
     _context_parallelism,
     _residency_metrics,

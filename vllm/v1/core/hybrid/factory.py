@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
+
+_SIGNATURE = inspect.signature(BaseKVCacheManager)
 
 #: The configuration of the engine whose scheduler is being built.
 current_engine: ContextVar[VllmConfig | None] = ContextVar("current_engine", default=None)
@@ -31,19 +34,16 @@ def create_kv_cache_manager(*args: Any, **kwargs: Any) -> KVCacheManager | BaseK
     """
     vllm_config = current_engine.get()
     options = HybridKVOptions.from_vllm_config(vllm_config)
-    reason = (
-        _find_uncovered(args, kwargs, vllm_config)
-        if options.enabled
-        else "additional_config hybrid_kv.enabled is false"
-    )
-    if reason is not None:
-        if options.enabled and options.on_uncovered == "error":
+    if not options.enabled:
+        return _build_base(args, kwargs, "hybrid_kv.enabled is false in --additional-config")
+    feature = find_uncovered_feature(_engine_facts(args, kwargs, vllm_config))
+    if feature is not None:
+        if options.on_uncovered == "error":
             raise ValueError(
-                f"the hybrid KV cache cannot serve this engine: {reason}; accepted with "
-                'hybrid_kv.on_uncovered = "fallback"'
+                "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid KV cache "
+                f"does not cover {feature} yet; with 'fallback', base vLLM's manager serves it"
             )
-        logger.info("Hybrid KV cache: using base vLLM's manager, because %s", reason)
-        return BaseKVCacheManager(*args, **kwargs)
+        return _build_base(args, kwargs, f"{feature} is not covered yet")
     manager = KVCacheManager(*args, **kwargs)
     manager.verify_every_step = options.check_integrity
     logger.info("Hybrid KV cache: active, %s", describe(manager))
@@ -60,14 +60,15 @@ def describe(manager: KVCacheManager) -> str:
     return f"{managers} for {groups}: {'; '.join(map(str, types))}"
 
 
-def _find_uncovered(
+def _build_base(args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> BaseKVCacheManager:
+    logger.info("Hybrid KV cache: using base vLLM's manager, because %s", reason)
+    return BaseKVCacheManager(*args, **kwargs)
+
+
+def _engine_facts(
     args: tuple[Any, ...], kwargs: dict[str, Any], vllm_config: VllmConfig | None
-) -> str | None:
-    bound = inspect.signature(KVCacheManager).bind(*args, **kwargs)
+) -> EngineFacts:
+    bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
-    names = set(EngineFacts.__dataclass_fields__) - {"vllm_config"}
-    facts = EngineFacts(
-        **{name: bound.arguments[name] for name in names}, vllm_config=vllm_config
-    )
-    feature = find_uncovered_feature(facts)
-    return None if feature is None else f"{feature} is not covered yet"
+    names = {field.name for field in fields(EngineFacts)} & bound.arguments.keys()
+    return EngineFacts(**{name: bound.arguments[name] for name in names}, vllm_config=vllm_config)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -53,14 +53,15 @@ class HybridKVOptions(BaseModel):
     @classmethod
     def _describe(cls, error: ValidationError) -> str:
         problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
+        name = str(problem["loc"][0])
+        if name not in cls.model_fields:
             return (
                 f"--additional-config: {KEY}.{name} is not an option; accepted are "
                 f"{', '.join(cls.model_fields)}"
             )
-        accepted = {"literal_error": problem.get("ctx", {}).get("expected"), "bool_type": None}
+        # Options are switches or choices.
+        choices = get_args(cls.model_fields[name].annotation)
         return (
             f"--additional-config: {KEY}.{name} is {problem['input']!r}; accepted are "
-            f"{accepted.get(problem['type']) or 'true and false'}"
+            f"{' and '.join(map(repr, choices)) or 'true and false'}"
         )

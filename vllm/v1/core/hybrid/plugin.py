@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin: makes base's scheduler build its KV cache manager through our factory.
 
-vLLM loads the entry point in every process. Two names of base are replaced, and
+vLLM loads the entry point in every process. Three names of base are replaced, and
 `deactivate` puts them back:
 
 - ``KVCacheManager`` in the scheduler's module, by `factory.create_kv_cache_manager`;
-- ``Scheduler.__init__``, by a wrapper that lets the factory see the engine's configuration.
+- ``Scheduler.__init__``, by a wrapper that lets the factory see the engine's configuration;
+- ``EngineArgs.create_engine_config``, by a wrapper that makes a bad option an error before a
+  model is loaded.
 
-A third, ``EngineArgs.create_engine_config``, is wrapped so that a bad option is an error
-before a model is loaded.
+The fork is on unless ``VLLM_HYBRID_KV`` is 0. On or off, base's check of environment variables
+is told of that name.
 """
 
 import functools
+import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +28,7 @@ SWITCH = "VLLM_HYBRID_KV"
 
 # What was replaced: (owner, name, base's value, ours).
 _replaced: list[tuple[Any, str, Any, Any]] = []
+_active = False
 _warned = False
 
 
@@ -44,7 +48,7 @@ def find_obstacle() -> str | None:
     """Why the plugin cannot activate in this installation, or None."""
     from vllm import __version__
 
-    if __version__.split("+")[0] not in SUPPORTED_BASE_VERSIONS:
+    if not is_supported(__version__):
         return (
             f"vLLM {__version__} has not been tested with it; tested: "
             f"{', '.join(SUPPORTED_BASE_VERSIONS)}"
@@ -53,30 +57,42 @@ def find_obstacle() -> str | None:
         import vllm.v1.core.hybrid._core  # noqa: F401
     except ImportError as error:
         return f"its native core cannot be loaded ({error}); reinstall vllm-hybrid-kv"
+
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched import scheduler
+
+    if not is_active() and scheduler.KVCacheManager is not KVCacheManager:
+        return "another plugin has replaced the scheduler's KVCacheManager"
     return None
+
+
+def is_supported(base_version: str) -> bool:
+    """Whether the fork was tested with a vLLM version; ``+cpu`` and the like do not matter."""
+    return base_version.split("+")[0] in SUPPORTED_BASE_VERSIONS
 
 
 def is_active() -> bool:
     """Whether schedulers built in this process use the factory."""
-    return bool(_replaced)
+    return _active
 
 
 def activate() -> None:
-    """Entry point in vLLM's group ``vllm.general_plugins``. Once has the effect of many times.
+    """Entry point in vLLM's group ``vllm.general_plugins``. Many times has the effect of once.
 
     Raises:
         ValueError: for a bad value of ``VLLM_HYBRID_KV``.
     """
-    global _warned
+    global _active
+    _announce_switch()
     if is_active() or not is_switched_on():
         return
     obstacle = find_obstacle()
     if obstacle is not None:
-        if not _warned:
-            logger.warning("Hybrid KV cache: not active, because %s", obstacle)
-            _warned = True
+        _warn_once(obstacle)
         return
 
+    # These two cost nothing (0.1 s at most) where vLLM loads plugins: what they import
+    # is already there or comes with the model.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.hybrid.factory import create_kv_cache_manager
     from vllm.v1.core.sched import scheduler
@@ -86,19 +102,22 @@ def activate() -> None:
     _replace(
         EngineArgs, "create_engine_config", _with_checked_options(EngineArgs.create_engine_config)
     )
+    _active = True
 
 
 def deactivate() -> None:
     """Put back everything of base that `activate` replaced."""
+    global _active
+    _active = False
     while _replaced:
         owner, name, base, ours = _replaced.pop()
         # Somebody else may have replaced ours since; theirs is not ours to remove.
-        if getattr(owner, name) is ours:
+        if vars(owner)[name] is ours:
             setattr(owner, name, base)
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name), ours))
+    _replaced.append((owner, name, vars(owner)[name], ours))
     setattr(owner, name, ours)
 
 
@@ -125,3 +144,37 @@ def _with_checked_options(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(self, *args, **kwargs)
 
     return create_engine_config
+
+
+def _warn_once(obstacle: str) -> None:
+    """Once for all processes of an engine: the others are children of the first."""
+    global _warned
+    if not _warned and multiprocessing.parent_process() is None:
+        logger.warning("Hybrid KV cache: not active, because %s", obstacle)
+    _warned = True
+
+
+def _announce_switch() -> None:
+    """Have base's check of environment variables know ours.
+
+    Base takes each one that begins with ``VLLM_`` for its own, and warns of those that it
+    does not know, or refuses to start (``--fail-on-environ-validation``).
+    """
+    from vllm.platforms.interface import Platform
+
+    if any(owner is Platform for owner, *_ in _replaced):
+        return
+    validate = vars(Platform)["validate_environ"].__func__
+
+    @functools.wraps(validate)
+    def validate_environ(cls: type[Platform], hard_fail: bool) -> None:
+        from vllm import envs
+
+        # Only for this check: known variables are part of the key of compiled graphs.
+        envs.environment_variables[SWITCH] = lambda: os.environ.get(SWITCH)
+        try:
+            validate(cls, hard_fail)
+        finally:
+            del envs.environment_variables[SWITCH]
+
+    _replace(Platform, "validate_environ", classmethod(validate_environ))
