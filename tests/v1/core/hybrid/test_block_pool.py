@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock

@@ -2,6 +2,7 @@
 """Managers and coordinators alone: hits, releases and what is cached, by hand."""
 
 import pytest
+
 from support.kv_configs import AttentionKind, KVSetup, full, mla, sliding
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types

@@ -54,6 +54,5 @@ def get_attention_types(kv_cache_config: KVCacheConfig) -> tuple[AttentionType, 
             group_ids.append([])
         group_ids[specs.index(group.kv_cache_spec)].append(group_id)
     return tuple(
-        AttentionType(spec, tuple(ids))
-        for spec, ids in zip(specs, group_ids, strict=True)
+        AttentionType(spec, tuple(ids)) for spec, ids in zip(specs, group_ids, strict=True)
     )

@@ -14,6 +14,7 @@ from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
+    BlockHashList,
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
     to_event_extra_keys,
@@ -53,7 +54,7 @@ class KVCacheEventLog:
         self,
         request: Request,
         type_id: int,
-        block_hashes: Sequence[BlockHash],
+        block_hashes: BlockHashList,
         span: range,
         stored: Sequence[int],
     ) -> None:

@@ -11,7 +11,7 @@ from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.settings import CacheSettings
-from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashList, resolve_block_hashes
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import Request
 
@@ -190,7 +190,7 @@ class SingleTypeKVCacheManager(ABC):
         if self.block_pool.event_log is not None:
             self.block_pool.event_log.stored(request, self.type_id, block_hashes, span, indices)
 
-    def block_hashes_of(self, request: Request) -> Sequence[BlockHash]:
+    def block_hashes_of(self, request: Request) -> BlockHashList:
         """A request's hashes at the ends of this type's blocks.
 
         Hashes are chained over the whole prefix, so a type with larger blocks picks some.

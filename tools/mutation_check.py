@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plants each fault of `mutants.py` in a copy of the package and runs the tests on it.
+
+    python tools/mutation_check.py [--only WORD] [--jobs N] [--json FILE]
+
+Prints which test of which layer caught each fault. The exit status is 1 if a fault
+went uncaught, or if the tests fail on the unchanged copy.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "vllm/v1/core/hybrid"
+TESTS = ROOT / "tests/v1/core/hybrid"
+#: A layer's tests run until the first one fails.
+LAYERS = {
+    "unit": ("test_block_pool.py", "test_managers.py", "test_kv_cache_manager.py"),
+    "differential": ("test_differential_cases.py", "test_differential.py"),
+    "oracle": ("test_oracle.py", "test_oracle_shapes.py", "test_oracle_random.py"),
+}
+#: A fault that makes the manager loop for ever is caught too.
+TIMEOUT_SECONDS = 900
+NOT_CAUGHT = ""
+
+
+def plant(mutant: Mutant | None, folder: Path) -> Path:
+    """A copy of the package in ``folder``, with the fault in it."""
+    copy = folder / "hybrid"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant is not None:
+        path = copy / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(
+                f"mutants.py: the place of the fault {mutant.fault!r} occurs "
+                f"{text.count(mutant.old)} times in {mutant.file}; it must occur once"
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+    return copy
+
+
+def run_layer(source: Path, layer: str) -> str:
+    """The first test of a layer that fails on a copy of the package; "" if none does."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "support.mutated_package", *(str(TESTS / name) for name in LAYERS[layer])]
+    environment = os.environ | {
+        "HYBRID_KV_SOURCE": str(source),
+        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    try:
+        run = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "(does not end)"
+    if run.returncode == 0:
+        return NOT_CAUGHT
+    failed = re.search(
+        r"^(?:FAILED|ERROR) \S*?([^/\s]+\.py)(?:::(.*?))?(?: - |$)", run.stdout, re.M
+    )
+    if failed is None:
+        raise SystemExit(f"pytest ended with {run.returncode}:\n{run.stdout[-2000:]}{run.stderr}")
+    return failed[2] or failed[1]
+
+
+def check(mutant: Mutant | None) -> dict[str, str]:
+    """What catches a fault, per layer."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = plant(mutant, Path(folder))
+        return {layer: run_layer(source, layer) for layer in LAYERS}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="only faults whose description has this in it")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at once")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    arguments = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if arguments.only in mutant.fault]
+    if not mutants:
+        parser.error(f"--only is {arguments.only!r}; no fault has it in its description")
+
+    console = Console()
+    with ThreadPoolExecutor(max(arguments.jobs, 1)) as pool:
+        results = list(
+            track(
+                pool.map(check, [None, *mutants]),
+                total=len(mutants) + 1,
+                description="planting faults",
+                console=Console(stderr=True),
+            )
+        )
+    unchanged, *caught = results
+    table = Table(title="Planted faults and the first test of each layer that caught them")
+    table.add_column("fault")
+    for layer in LAYERS:
+        table.add_column(layer, overflow="fold")
+    for mutant, by_layer in zip(mutants, caught, strict=True):
+        table.add_row(mutant.fault, *(by_layer[layer] or "-" for layer in LAYERS))
+    console.print(table)
+    missed = [m.fault for m, c in zip(mutants, caught, strict=True) if not any(c.values())]
+    false_alarms = [name for name in unchanged.values() if name]
+    console.print(f"{len(mutants) - len(missed)} of {len(mutants)} faults were caught")
+    for layer in LAYERS:
+        console.print(f"  by {layer} tests: {sum(bool(c[layer]) for c in caught)}")
+    for fault in missed:
+        console.print(f"NOT CAUGHT: {fault}", style="bold red")
+    for name in false_alarms:
+        console.print(f"FAILS WITHOUT A FAULT: {name}", style="bold red")
+    if arguments.json:
+        rows = [{"fault": m.fault, **c} for m, c in zip(mutants, caught, strict=True)]
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 1 if missed or false_alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
