@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint_makers import tiny_models
+from checkpoint_makers.gemma3_270m import ensure_gemma3_270m
 from checkpoint_makers.store import CheckpointError, cache_dir
 from checkpoint_makers.tiny_models import ensure_tiny
 
@@ -22,11 +23,17 @@ __all__ = [
     "CHECKPOINTS",
     "CheckpointError",
     "cache_dir",
+    "gemma3_270m",
     "tiny_gemma2",
     "tiny_gemma3",
     "tiny_llama",
     "tiny_mistral",
 ]
+
+
+def gemma3_270m(force: bool = False) -> Path:
+    """Google's Gemma 3 270M in bfloat16: 15 layers with a window of 512, 3 with full attention."""
+    return ensure_gemma3_270m(force)
 
 
 def tiny_gemma3(force: bool = False) -> Path:
@@ -51,6 +58,7 @@ def tiny_llama(force: bool = False) -> Path:
 
 #: Every checkpoint that can be made, by its name on the command line.
 CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
+    "gemma3-270m": gemma3_270m,
     "tiny-gemma3": tiny_gemma3,
     "tiny-gemma2": tiny_gemma2,
     "tiny-mistral": tiny_mistral,

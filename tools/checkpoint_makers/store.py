@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 from filelock import FileLock
 
 CACHE_VARIABLE = "VLLM_HYBRID_KV_CACHE"
@@ -50,22 +51,37 @@ def cache_dir() -> Path:
     return folder
 
 
-def require_disk(needed: int, folder: Path, purpose: str) -> None:
-    """Refuse to start what would fill the disk.
+def require_memory(needed: int, purpose: str) -> None:
+    """Refuse to start what would run out of memory.
 
     Args:
-        needed: bytes that must be free where `folder` lies.
-        purpose: what the space is for, as in "to convert Gemma 3 270M".
+        needed: bytes that must be available.
+        purpose: what they are for, as in "to convert Gemma 3 270M".
 
     Raises:
-        CheckpointError: less is free.
+        CheckpointError: fewer are available.
     """
+    available = psutil.virtual_memory().available
+    if available < needed:
+        raise CheckpointError(
+            f"too little memory {purpose}: {available / 1e9:.1f} GB available, "
+            f"{needed / 1e9:.1f} GB needed; end other programs, or use a larger machine"
+        )
+
+
+def require_disk(needed: int, folder: Path, purpose: str) -> None:
+    """Refuse to start what would fill the disk that `folder` lies on; as `require_memory`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"too little disk space {purpose}: {free / 1e9:.1f} GB free in {folder}, "
             f"{needed / 1e9:.1f} GB needed; free some, or set {CACHE_VARIABLE} to another disk"
         )
+
+
+def is_checkpoint(name: str, origin: Origin) -> bool:
+    """Whether the checkpoint `name` is there, complete and made from `origin`."""
+    return _was_made_from(cache_dir() / name, origin)
 
 
 def ensure_checkpoint(
