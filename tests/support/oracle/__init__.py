@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content oracle: the real scheduler on a simulated device that checks every KV read."""
 
+from .attention import total_reads_checked
 from .engine import OracleEngine
 from .engine_config import OracleSettings
 from .faults import (
@@ -33,4 +34,5 @@ __all__ = [
     "expected_tokens",
     "make_kv_cache_config",
     "smallest_pool",
+    "total_reads_checked",
 ]

@@ -9,6 +9,13 @@ from .faults import InFlightFault, ReadFault, WriteFault
 from .sequences import Sequences
 from .step import Step
 
+_total_reads = 0
+
+
+def total_reads_checked() -> int:
+    """KV reads compared so far in this process, by all workers together."""
+    return _total_reads
+
 
 class Attention:
     """All attention layers of the simulated model.
@@ -131,7 +138,10 @@ class Attention:
         wrong &= read
         if wrong.any():
             raise ReadFault(self._describe(step, tables, blocks, positions, wrong))
-        self.reads_checked += int((ends - lows).sum()) * len(tables.group_ids)
+        global _total_reads
+        num_reads = int((ends - lows).sum()) * len(tables.group_ids)
+        self.reads_checked += num_reads
+        _total_reads += num_reads
 
     def _describe(
         self,

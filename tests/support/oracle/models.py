@@ -4,6 +4,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-_SHAPE = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+
+def _heads(half_precision: bool) -> dict[str, Any]:
+    dtype = torch.float16 if half_precision else torch.float32
+    return {"num_kv_heads": 1, "head_size": 64, "dtype": dtype}
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,11 @@ class Full:
 
     block_size: int = 16
     num_groups: int = 1
+    #: A model with both precisions has new blocks zeroed.
+    half_precision: bool = False
 
     def spec(self) -> KVCacheSpec:
-        return FullAttentionSpec(block_size=self.block_size, **_SHAPE)
+        return FullAttentionSpec(block_size=self.block_size, **_heads(self.half_precision))
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         return -(-max_model_len // self.block_size)
@@ -40,9 +46,13 @@ class Sliding:
     window: int
     block_size: int = 16
     num_groups: int = 1
+    #: A model with both precisions has new blocks zeroed.
+    half_precision: bool = False
 
     def spec(self) -> SlidingWindowSpec:
-        return SlidingWindowSpec(block_size=self.block_size, sliding_window=self.window, **_SHAPE)
+        return SlidingWindowSpec(
+            block_size=self.block_size, sliding_window=self.window, **_heads(self.half_precision)
+        )
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         return self.spec().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
@@ -55,10 +65,14 @@ class Chunked:
     chunk: int
     block_size: int = 16
     num_groups: int = 1
+    #: A model with both precisions has new blocks zeroed.
+    half_precision: bool = False
 
     def spec(self) -> ChunkedLocalAttentionSpec:
         return ChunkedLocalAttentionSpec(
-            block_size=self.block_size, attention_chunk_size=self.chunk, **_SHAPE
+            block_size=self.block_size,
+            attention_chunk_size=self.chunk,
+            **_heads(self.half_precision),
         )
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:

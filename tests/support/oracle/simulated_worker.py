@@ -63,6 +63,8 @@ class SimulatedWorker:
         self.attention = Attention(self.tables, self.sequences, kv_cache_config.num_blocks)
         self.num_steps = 0
         self.tokens_from_cache = 0
+        self.num_drafts_accepted = 0
+        self.num_drafts_rejected = 0
 
         self._identities: dict[str, PrefixIdentity] = {}
         self._states: dict[str, RequestState] = {}
@@ -180,9 +182,10 @@ class SimulatedWorker:
                 for ids, new_ids in zip(state.block_ids, new_block_ids, strict=True):
                     ids.extend(new_ids)
         # A request that was left out of a step joins the batch again from its lists.
-        rejoins = state.last_step != self.num_steps - 1 and not self.model_runner_v2
-        if rejoins and not self.tables.holds(state.row, state.block_ids):
-            raise ProtocolFault(f"the block id lists sent for {req_id} were changed later")
+        rejoins = state.last_step != self.num_steps - 1
+        if (added or rejoins) and not self.model_runner_v2:  # noqa: SIM102
+            if not self.tables.holds(state.row, state.block_ids):
+                raise ProtocolFault(f"the block id lists sent for {req_id} were changed later")
         return added
 
     # Running: the forward pass and the sampler
@@ -291,6 +294,8 @@ class SimulatedWorker:
                 continue
             tokens = self.sequences.verify_drafts(state.row, drafts)
             step.rejected[state.serial] = len(drafts) + 1 - len(tokens)
+            self.num_drafts_accepted += len(tokens) - 1
+            self.num_drafts_rejected += len(drafts) + 1 - len(tokens)
             sampled.append(tokens)
             state.drafts = self.sequences.propose(state.row, self.num_spec_tokens)
             state.drafts_at = int(self.sequences.known[state.row])

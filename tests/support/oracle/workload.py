@@ -200,8 +200,11 @@ def random_operations(
 
 def _random_add(rng: random.Random, num_added: int, max_model_len: int, vary_identity: bool) -> Add:
     longest = int(max_model_len * rng.choice((0.1, 0.3, 0.3, 0.9)))
-    parent = rng.randrange(num_added) if num_added and rng.random() < 0.8 else None
-    shared = max_model_len if rng.random() < 0.3 else rng.randint(0, max_model_len)
+    # Often the same few parents, so that much is shared.
+    parent = None
+    if num_added and rng.random() < 0.85:
+        parent = rng.randrange(min(num_added, 4)) if rng.random() < 0.5 else num_added - 1
+    shared = max_model_len if rng.random() < 0.5 else rng.randint(0, max_model_len)
     identity: dict[str, int | None] = {}
     if vary_identity:
         identity = {

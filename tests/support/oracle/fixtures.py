@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for tests under the content oracle, as a pytest plugin.
+
+A test module says ``pytest_plugins = ["support.oracle.fixtures"]``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
+
+from .attention import total_reads_checked
+
+
+@pytest.fixture(params=[BaseManager, ForkManager], ids=["base", "fork"])
+def manager_cls(request: pytest.FixtureRequest) -> Any:
+    """Each KV cache manager: base's shows that the oracle raises no false alarm."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reads_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Print how many KV reads a module checked; none is a failure."""
+    before = total_reads_checked()
+    yield
+    checked = total_reads_checked() - before
+    plugins = request.config.pluginmanager
+    with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+        name = request.module.__name__.rpartition(".")[2]
+        plugins.get_plugin("terminalreporter").write_line(f"\n{name}: {checked:,} KV reads checked")
+    assert checked > 0, "no KV read was checked"

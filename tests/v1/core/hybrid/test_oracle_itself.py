@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The content oracle finds planted faults, and its parts are right."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.oracle import (
+    Full,
+    MultiModalItem,
+    OracleFault,
+    OracleSettings,
+    OutcomeFault,
+    PrefixIdentity,
+    ReadFault,
+    Sliding,
+    WriteFault,
+    expected_tokens,
+    make_kv_cache_config,
+    smallest_pool,
+)
+from support.oracle.device_memory import DeviceMemory
+from support.oracle.engine import OracleEngine
+from support.oracle.planted_faults import PLANTERS
+from support.oracle.read_rules import ReadAll, ReadChunk, ReadWindow, read_rule
+from support.oracle.sequences import Sequences
+from support.oracle.workload import Abort, Add, Case, Reset, Run, random_operations, run_case
+from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+pytest_plugins = ["support.oracle.fixtures"]
+pytestmark = pytest.mark.usefixtures("reads_are_checked")
+
+
+def exposing_case(seed: int) -> Case:
+    """A lively case with all features; a fault shows in at least one of a few dozen."""
+    rng = random.Random(seed)
+    async_scheduling = rng.random() < 0.5
+    settings = OracleSettings(
+        vocab_size=256,
+        max_num_batched_tokens=rng.choice((40, 200)),
+        async_scheduling=async_scheduling,
+        steps_in_flight=int(async_scheduling),
+    )
+    return Case(
+        (Sliding(34, 16, 2), Full(16), Sliding(5, 16)),
+        tuple(random_operations(rng, 60, settings.max_model_len)),
+        settings,
+        extra_blocks=rng.choice((0, 20, 200)),
+        retention_interval=rng.choice((None, 0, 64)),
+    )
+
+
+@pytest.mark.parametrize("planter", PLANTERS, ids=lambda planter: planter.__name__)
+def test_planted_fault_is_found(manager_cls: Any, planter: Callable[[type], type]) -> None:
+    faulty_cls = planter(manager_cls)
+    for seed in range(40):
+        try:
+            # Without the manager's own check: the oracle alone must find it.
+            run_case(faulty_cls, exposing_case(seed), check_integrity=False)
+        except OracleFault:
+            return
+        except Exception:
+            # The manager or the scheduler tripped over it first.
+            continue
+    pytest.fail(f"{planter.__doc__} The oracle does not notice.")
+
+
+def test_no_false_alarm(manager_cls: Any) -> None:
+    for seed in range(8):
+        assert run_case(manager_cls, exposing_case(seed)).reads_checked > 0
+
+
+def test_a_fault_is_described() -> None:
+    """The message names the step, request, group, position, block and former owner."""
+
+    class Faulty(BaseManager):
+        def get_blocks(self, request_id: str) -> Any:
+            # The second request gets the first one's only block.
+            return super().get_blocks("r0")
+
+    kinds = (Full(4),)
+    config = make_kv_cache_config(kinds, smallest_pool(kinds, 8, 8) + 4)
+    engine = OracleEngine(Faulty, config, OracleSettings(max_model_len=8, max_num_batched_tokens=8))
+    engine.add_request([1, 2], max_tokens=2)
+    engine.step()
+    engine.add_request([3, 4], max_tokens=2)
+    with pytest.raises(WriteFault, match=r"step 1: two owners write to block 1"):
+        engine.step()
+
+    engine = OracleEngine(Faulty, config, OracleSettings(max_model_len=8, max_num_batched_tokens=8))
+    engine.add_request([1, 2], max_tokens=3)
+    engine.step()
+    engine.add_request([3, 4], max_tokens=3)
+    # Let only the second run, so that it is the first that reads what is not its own.
+    first = engine.scheduler.running.pop(0)
+    engine.step()
+    engine.scheduler.running = [first]
+    with pytest.raises(
+        ReadFault,
+        match=r"step 2: r0, group 0, reads position 0 \(computing 2 to 2\) from block 1, which "
+        r"holds nothing at that slot, last owner r0 in group 0; 2 wrong reads in this step",
+    ):
+        engine.step()
+
+
+def test_a_request_that_never_fits_is_stuck() -> None:
+    class Faulty(BaseManager):
+        def allocate_slots(self, *args: Any, **kwargs: Any) -> None:
+            return None
+
+    with pytest.raises(OutcomeFault, match="stuck"):
+        run_case(Faulty, Case(operations=(Add(tail=3),)))
+
+
+def test_cases_print_as_programs() -> None:
+    case = Case(
+        kinds=(Full(8), Sliding(9, 8, 2)),
+        operations=(Add(tail=5, salt=1), Run(2, abort=0), Abort(1), Reset(True)),
+        settings=OracleSettings(max_num_seqs=3),
+        extra_blocks=7,
+    )
+    assert eval(repr(case)) == case
+
+
+# Identities
+
+
+def test_sequences_agree_with_expected_tokens() -> None:
+    identities = [
+        PrefixIdentity(),
+        PrefixIdentity(cache_salt="s"),
+        PrefixIdentity(lora_name="s"),
+        PrefixIdentity(mm_items=(MultiModalItem("a", 1, 2),)),
+        PrefixIdentity(mm_items=(MultiModalItem("b", 1, 2),)),
+        PrefixIdentity(mm_items=(MultiModalItem("a", 2, 2),)),
+    ]
+    prompt = [5, 5, 5, 5, 5, 9]
+    sequences = Sequences(len(identities), 64, vocab_size=1000)
+    for row, identity in enumerate(identities):
+        sequences.start(row, prompt, identity)
+    rows = np.arange(len(identities))
+    outputs = np.array([sequences.extend(rows) for _ in range(20)]).T.tolist()
+    assert outputs == [expected_tokens(prompt, 20, 1000, identity) for identity in identities]
+    # All differ, at every position from the first that differs on.
+    assert len({tuple(output) for output in outputs}) == len(identities)
+    assert len(set(sequences.identities[:, 5].tolist())) == len(identities)
+    # Before the images of rows 3 and 5, there is no difference to row 0.
+    assert sequences.identities[3, 0] == sequences.identities[0, 0]
+    assert sequences.identities[3, 1] != sequences.identities[0, 1]
+    assert sequences.identities[5, 1] == sequences.identities[0, 1]
+
+
+def test_expected_tokens_stop() -> None:
+    tokens = expected_tokens([1, 2, 3], 50, vocab_size=10)
+    assert len(tokens) == 50
+    stop = tokens[7]
+    stopped = expected_tokens([1, 2, 3], 50, vocab_size=10, stop_tokens=[stop])
+    assert stopped == tokens[: tokens.index(stop) + 1]
+    assert expected_tokens([1, 2, 3], 50, vocab_size=10, max_model_len=9) == tokens[:6]
+
+
+def test_drafts_are_verified() -> None:
+    sequences = Sequences(1, 64, vocab_size=1000)
+    right = expected_tokens([1, 2, 3], 9, vocab_size=1000)
+    sequences.start(0, [1, 2, 3], PrefixIdentity())
+    drafts = [right[0], right[1], (right[2] + 1) % 1000]
+    sequences.put_drafts(0, drafts)
+    assert sequences.verify_drafts(0, drafts) == right[:3]
+    assert sequences.known[0] == 6
+    sequences.put_drafts(0, right[3:5])
+    assert sequences.verify_drafts(0, right[3:5]) == right[3:6]
+    sequences.propose(0, 4)
+    # Proposals are scratch: they do not change what follows.
+    assert sequences.extend(np.array([0])).tolist() == right[6:7]
+
+
+# Device memory
+
+
+def write(memory: DeviceMemory, block: int, slot: int, content: int, tag: int) -> None:
+    memory.write(
+        np.array([block]), np.array([slot]), np.array([content], np.uint64), np.array([tag])
+    )
+
+
+def test_memory_holds_what_was_written_last() -> None:
+    memory = DeviceMemory(num_blocks=4, max_block_size=4)
+    write(memory, 2, 0, 11, tag=1)
+    write(memory, 2, 1, 12, tag=1)
+    write(memory, 3, 0, 13, tag=2)
+    assert memory.read(np.array([2, 3]), 4).tolist() == [[11, 12, 0, 0], [13, 0, 0, 0]]
+    # The view of a group with smaller blocks.
+    assert memory.read(np.array([2]), 2).tolist() == [[11, 12]]
+    write(memory, 2, 1, 14, tag=1)
+    assert memory.read(np.array([2]), 2).tolist() == [[11, 14]]
+
+
+def test_a_new_owner_empties_a_block() -> None:
+    memory = DeviceMemory(num_blocks=4, max_block_size=4)
+    write(memory, 2, 0, 11, tag=1)
+    write(memory, 2, 3, 12, tag=2)
+    assert memory.read(np.array([2]), 4).tolist() == [[0, 0, 0, 12]]
+    memory.erase([2])
+    assert not memory.slots.any()
+    write(memory, 1, 0, 1, tag=1)
+    memory.erase()
+    assert not memory.slots.any()
+
+
+def test_writes_that_must_not_be() -> None:
+    memory = DeviceMemory(num_blocks=4, max_block_size=4)
+    with pytest.raises(WriteFault, match="null block"):
+        write(memory, 0, 0, 11, tag=1)
+    with pytest.raises(WriteFault, match="two owners write to block 3"):
+        memory.write(
+            np.array([3, 3]), np.array([0, 1]), np.array([1, 2], np.uint64), np.array([1, 2])
+        )
+
+
+# Read rules
+
+
+def test_first_reads() -> None:
+    starts = np.array([0, 3, 4, 5, 17])
+    assert ReadAll().first_read(starts).tolist() == [0, 0, 0, 0, 0]
+    # Position 4 of a window of 4 reads 1, 2, 3 and itself.
+    assert ReadWindow(4).first_read(starts).tolist() == [0, 0, 1, 2, 14]
+    assert ReadWindow(1).first_read(starts).tolist() == starts.tolist()
+    assert ReadChunk(4).first_read(starts).tolist() == [0, 0, 4, 4, 16]
+
+
+def test_rules_of_specs() -> None:
+    shape: dict[str, Any] = {
+        "block_size": 16,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float32,
+    }
+    assert read_rule(FullAttentionSpec(**shape)) == ReadAll()
+    assert read_rule(MLAAttentionSpec(**shape)) == ReadAll()
+    assert read_rule(FullAttentionSpec(**shape, sliding_window=7)) == ReadWindow(7)
+    assert read_rule(SlidingWindowSpec(**shape, sliding_window=9)) == ReadWindow(9)
+    chunked = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=32)
+    assert read_rule(chunked) == ReadChunk(32)
+    mamba = MambaSpec(block_size=16, shapes=((1, 1),), dtypes=(torch.float32,))
+    with pytest.raises(NotImplementedError, match="MambaSpec"):
+        read_rule(mamba)

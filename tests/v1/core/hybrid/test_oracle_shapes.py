@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of all shapes under the content oracle: types, groups, block sizes, windows."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.oracle import Full, OracleSettings, Sliding
+from support.oracle.workload import Add, Case, Run, random_operations, run_case
+
+pytest_plugins = ["support.oracle.fixtures"]
+pytestmark = pytest.mark.usefixtures("reads_are_checked")
+
+PLAIN = OracleSettings()
+ASYNC = OracleSettings(async_scheduling=True, steps_in_flight=1)
+
+SHAPES = {
+    "full": (Full(),),
+    "two full groups": (Full(num_groups=2),),
+    "sliding only": (Sliding(20, 8, 2),),
+    "Gemma 2": (Full(num_groups=1), Sliding(64)),
+    "Gemma 3": (Full(), Sliding(40, num_groups=5)),
+    "gpt-oss": (Sliding(128), Full()),
+    "46 groups": (Full(), Sliding(33, num_groups=45)),
+    "two windows": (Sliding(30, 8), Sliding(9, 8, 2)),
+    "three types": (Full(8, 2), Sliding(12, 8, 3), Sliding(50, 8)),
+    "six types": (
+        Full(8),
+        Sliding(4, 8),
+        Sliding(17, 8, 2),
+        Sliding(40, 8, 3),
+        Full(16, 2),
+        Sliding(100, 16),
+    ),
+    "window of one token": (Full(8), Sliding(1, 8, 2)),
+    "window smaller than a block": (Full(16), Sliding(5, 16, 2)),
+    "window of a block": (Full(16), Sliding(16, 16, 2)),
+    "window a token larger than a block": (Full(16), Sliding(17, 16, 2)),
+    "window larger than the prompts": (Full(16), Sliding(5000, 16, 2)),
+    "larger blocks in the window": (Full(8), Sliding(40, 32, 3)),
+    "larger blocks in full attention": (Full(32), Sliding(20, 8, 3)),
+    "block sizes that do not divide": (Full(6), Sliding(10, 4, 2)),
+    "blocks of one token": (Full(1), Sliding(3, 1, 2)),
+    "two precisions, zeroed blocks": (Full(16), Sliding(20, 16, 2, half_precision=True)),
+}
+
+
+@pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
+@pytest.mark.parametrize("kinds", SHAPES.values(), ids=SHAPES.keys())
+def test_shape(manager_cls: Any, kinds: tuple, settings: OracleSettings) -> None:
+    """A prompt and its continuations, in a roomy pool: hits at many lengths."""
+    operations = [Add(tail=90, max_tokens=20), Run(6)]
+    for shared in (90, 89, 64, 33, 16, 7, 1):
+        operations += [Add(tail=40, parent=0, shared=shared, max_tokens=20), Run(3)]
+    operations += [Add(tail=0, parent=i, shared=500, follow=True, max_tokens=9) for i in range(8)]
+    for shuffle_groups in (None, 1):
+        case = Case(kinds, tuple(operations), settings, 4000, shuffle_groups=shuffle_groups)
+        engine = run_case(manager_cls, case)
+        # Base caches nothing for a window of one token, which needs no block for a hit.
+        if kinds != SHAPES["window of one token"]:
+            assert engine.tokens_from_cache >= 64
+
+
+@pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
+@pytest.mark.parametrize("kinds", SHAPES.values(), ids=SHAPES.keys())
+def test_shape_in_a_small_pool(manager_cls: Any, kinds: tuple, settings: OracleSettings) -> None:
+    """A random mix in pools from the smallest possible one upwards."""
+    num_groups = sum(kind.num_groups for kind in kinds)
+    for seed, extra_blocks in enumerate((0, 2 * num_groups, 10 * num_groups)):
+        settings = replace(settings, max_num_batched_tokens=(24, 64, 200)[seed], vocab_size=256)
+        rng = random.Random(f"{kinds} {seed}")
+        case = Case(
+            kinds,
+            tuple(random_operations(rng, 40, settings.max_model_len)),
+            settings,
+            extra_blocks,
+            shuffle_groups=seed,
+        )
+        run_case(manager_cls, case)
+
+
+@pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
+def test_prompts_of_one_token(manager_cls: Any, settings: OracleSettings) -> None:
+    settings = replace(settings, max_num_seqs=32)
+    adds = [Add(tail=1, max_tokens=1 + i % 40) for i in range(60)]
+    run_case(manager_cls, Case(SHAPES["Gemma 3"], tuple(adds), settings, extra_blocks=40))
+
+
+@pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
+def test_long_prompts(manager_cls: Any, settings: OracleSettings) -> None:
+    settings = replace(settings, max_model_len=6000, max_num_batched_tokens=512, max_num_seqs=4)
+    operations = (
+        Add(tail=5000, max_tokens=30),
+        Run(4),
+        Add(tail=4000, max_tokens=30),
+        Run(12),
+        Add(tail=900, parent=0, shared=4500, max_tokens=30),
+        Add(tail=0, parent=1, shared=6000, follow=True, max_tokens=30),
+    )
+    case = Case(SHAPES["Gemma 3"], operations, settings, extra_blocks=6000)
+    engine = run_case(manager_cls, case)
+    assert engine.tokens_from_cache == 4496 + 4000
+
+
+def test_the_longest_sequence_fills_the_smallest_pool(manager_cls: Any) -> None:
+    for kinds in SHAPES.values():
+        engine = run_case(manager_cls, Case(kinds, (Add(tail=200, max_tokens=500),), PLAIN))
+        [submission] = engine.submissions.values()
+        assert len(submission.outputs) == PLAIN.max_model_len - 200
