@@ -33,6 +33,11 @@ class CMakeExtension(Extension):
 
 
 class CMakeBuild(build_ext):
+    def run(self) -> None:
+        # Asked here: setuptools clears `inplace` while it builds.
+        self.for_developers = bool(self.editable_mode or self.inplace)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         import nanobind
 
@@ -46,7 +51,7 @@ class CMakeBuild(build_ext):
             f"-B{build_dir}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dnanobind_DIR={nanobind.cmake_dir()}",
-            f"-DHYBRID_KV_WERROR={'ON' if self.editable_mode or self.inplace else 'OFF'}",
+            f"-DHYBRID_KV_WERROR={'ON' if self.for_developers else 'OFF'}",
         ]
         ninja = find_tool("ninja")
         if ninja is not None and "CMAKE_GENERATOR" not in os.environ:
