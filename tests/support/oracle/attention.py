@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV writes and reads of a step, on a model of device memory."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from .block_tables import BlockTables, TypeTables
@@ -88,6 +90,27 @@ class Attention:
                         f"group {tables.group_ids[group]}, block {column} of its table"
                     )
         self._handed_out[handed_out] = False
+
+    def check_held(self, step: Step, get_block_ids: Callable[[str], Sequence[list[int]]]) -> None:
+        """The manager must hold every block that a step reads, at the same place.
+
+        A block released too early is found at once, not only when someone overwrites it.
+        """
+        ends = step.ends
+        lows = [tables.rule.first_read(step.starts) for tables in self.types]
+        for i, state in enumerate(step.requests):
+            if state.req_id in step.abandoned:
+                continue
+            block_ids = get_block_ids(state.req_id)
+            for tables, captured, low in zip(self.types, step.tables, lows, strict=True):
+                span = slice(low[i] // tables.block_size, -(-ends[i] // tables.block_size))
+                held = tables.select(block_ids)[:, span]
+                read = captured[:, i, span]
+                if held.shape != read.shape or (held != read).any():
+                    raise InFlightFault(
+                        f"step {step.index} reads blocks {read.tolist()} for {state.req_id} in "
+                        f"groups {tables.group_ids}, the manager holds {held.tolist()}"
+                    )
 
     def _write(self, step: Step) -> None:
         counts = step.counts

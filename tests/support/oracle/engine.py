@@ -59,7 +59,9 @@ class OracleEngine:
             leaves the choice to the scheduler module, plugins included.
         kv_cache_config: The model's KV cache.
         settings: How to run; the defaults if left out.
-        check_integrity: Whether to call the manager's check, which takes time.
+        check_integrity: Whether to call the manager's check after every call, and to compare
+            the manager's block tables with what steps in flight read. Both take time, and
+            without them all reads are still checked.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class OracleEngine:
         self._in_flight: deque[Step] = deque()
         self._num_added = 0
         self._idle_steps = 0
+        self._check_held = check_integrity
         self._check = getattr(self.manager, "check_integrity", None) if check_integrity else None
 
     # What clients do
@@ -228,6 +231,8 @@ class OracleEngine:
         self.num_schedules += 1
         self._check_manager()
         step = self.worker.submit(scheduled)
+        if self._check_held:
+            self.worker.check_held(self.manager.get_block_ids)
         self._in_flight.append(step)
         if self.settings.run_early:
             self.worker.run(step)

@@ -6,7 +6,7 @@ model of device memory, and samples tokens that depend on nothing but the reques
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -135,6 +135,11 @@ class SimulatedWorker:
         self.num_steps += 1
         self._unsettled.append(step)
         return step
+
+    def check_held(self, get_block_ids: Callable[[str], Sequence[list[int]]]) -> None:
+        """The manager must hold every block that a step in flight reads."""
+        for step in self._unsettled:
+            self.attention.check_held(step, get_block_ids)
 
     def _prefill_tokens(self, new: NewRequestData) -> Sequence[int]:
         tokens = new.prefill_token_ids if self.model_runner_v2 else new.prompt_token_ids

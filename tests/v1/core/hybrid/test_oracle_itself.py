@@ -11,6 +11,7 @@ import torch
 
 from support.oracle import (
     Full,
+    InFlightFault,
     MultiModalItem,
     OracleFault,
     OracleSettings,
@@ -25,7 +26,12 @@ from support.oracle import (
 )
 from support.oracle.device_memory import DeviceMemory
 from support.oracle.engine import OracleEngine
-from support.oracle.planted_faults import PLANTERS
+from support.oracle.planted_faults import (
+    PLANTERS,
+    forgets_steps_in_flight,
+    frees_window_blocks_a_step_early,
+    window_short_by_a_token,
+)
 from support.oracle.read_rules import ReadAll, ReadChunk, ReadWindow, read_rule
 from support.oracle.sequences import Sequences
 from support.oracle.workload import Abort, Add, Case, Reset, Run, random_operations, run_case
@@ -74,6 +80,24 @@ def test_planted_fault_is_found(manager_cls: Any, planter: Callable[[type], type
             # The manager or the scheduler tripped over it first.
             continue
     pytest.fail(f"{planter.__doc__} The oracle does not notice.")
+
+
+@pytest.mark.parametrize(
+    "planter",
+    [window_short_by_a_token, frees_window_blocks_a_step_early, forgets_steps_in_flight],
+    ids=lambda planter: planter.__name__,
+)
+def test_early_release_is_found_before_reuse(
+    manager_cls: Any, planter: Callable[[type], type]
+) -> None:
+    """In a pool so large that the released blocks are not handed out again."""
+    settings = OracleSettings(async_scheduling=True, steps_in_flight=1, max_num_batched_tokens=20)
+    case = Case(
+        (Full(16), Sliding(17, 16, 2)), (Add(tail=60, max_tokens=60),), settings, extra_blocks=5000
+    )
+    run_case(manager_cls, case)
+    with pytest.raises(InFlightFault, match="the manager holds"):
+        run_case(planter(manager_cls), case)
 
 
 def test_no_false_alarm(manager_cls: Any) -> None:
