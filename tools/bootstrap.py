@@ -135,15 +135,13 @@ def make_venv() -> None:
     """A new environment, unless there is one that works and was made in this folder."""
     test = "import sys, pip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))"
     moved = STAMPS.exists() and not read_stamps()
-    if not moved and VENV_PYTHON.exists():
-        result = subprocess.run([VENV_PYTHON, "-c", test], capture_output=True)
-        if result.returncode == 0:
-            return
-    result = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", VENV], stdout=subprocess.PIPE, text=True
-    )
-    if result.returncode != 0:
-        shown = " ".join(result.stdout.split())[:300]
+    usable = not moved and VENV_PYTHON.exists()
+    if usable and subprocess.run([VENV_PYTHON, "-c", test], capture_output=True).returncode == 0:
+        return
+    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if made.returncode != 0:
+        shown = " ".join(made.stdout.split())[:300]
         raise Problem(f"no virtual environment could be made in {VENV}. {shown}")
 
 

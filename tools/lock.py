@@ -10,7 +10,6 @@ the CUDA libraries of PyPI's PyTorch, which bootstrap.py leaves to pip.
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import tomllib
 import venv
@@ -67,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
