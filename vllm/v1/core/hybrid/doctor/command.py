@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examines the installation and a model, and says in tables what it found."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm.v1.core.hybrid.doctor.installation import Check, examine_installation
+from vllm.v1.core.hybrid.doctor.vllm_log import in_one_line, quiet_vllm
+
+if TYPE_CHECKING:
+    from vllm.v1.core.hybrid.doctor.model import ModelReport
+
+logger = logging.getLogger(__name__)
+
+ACTIVE, NOT_ACTIVE, FAILED = 0, 1, 2
+
+_USAGE = "vllm-hybrid-kv doctor [-h] [MODEL] [flags of vllm serve]"
+_DESCRIPTION = """\
+Says which vLLM is installed and whether the hybrid KV cache activates in it. For a model,
+also how its layers are grouped, and which manager serves which group.
+"""
+_EPILOG = """\
+MODEL is a local model folder, a folder with just a config.json, or such a file. Weights and
+tokenizer are not read. The flags are those of vllm serve; give the same ones as there, for
+example --max-model-len 8192, --block-size 32 or --additional-config '{"hybrid_kv": {...}}'.
+
+Exit status: 0 if the hybrid KV cache would be active (for MODEL, if given), 1 if not, 2 if
+vLLM would not start. VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with what follows ``doctor``; returns the exit status."""
+    if {"-h", "--help"} & set(arguments):
+        argparse.ArgumentParser(
+            prog="vllm-hybrid-kv doctor",
+            usage=_USAGE,
+            description=_DESCRIPTION,
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        ).print_help()
+        return ACTIVE
+
+    # Whoever reads from a file or a pipe does not want lines folded at 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    with quiet_vllm() as vllm_errors:
+        checks = examine_installation()
+        console.print(_installation_table(checks))
+        installed = all(check.ok for check in checks)
+        if not arguments:
+            _say(console, f"Hybrid KV cache: {'active' if installed else 'not active'}")
+            return ACTIVE if installed else NOT_ACTIVE
+        try:
+            report = _examine_model(arguments)
+        except Exception as error:
+            logger.debug("The model could not be examined", exc_info=True)
+            print(f"vllm-hybrid-kv doctor: {in_one_line(error, vllm_errors)}", file=sys.stderr)
+            return FAILED
+    if report.managers:
+        console.print(_model_table(report))
+    else:
+        _say(console, f"{report.architecture} keeps no KV cache")
+    _say(console, _verdict(report, installed))
+    return ACTIVE if installed and report.reason_for_base is None else NOT_ACTIVE
+
+
+def _examine_model(arguments: Sequence[str]) -> "ModelReport":
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.core.hybrid.doctor.model import examine_model, local_model
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm-hybrid-kv doctor", usage=_USAGE))
+    parser.set_defaults(model=None)
+    parsed = parser.parse_args(list(arguments))
+    with local_model(parsed.model_tag or parsed.model) as parsed.model:
+        return examine_model(AsyncEngineArgs.from_cli_args(parsed))
+
+
+def _installation_table(checks: Sequence[Check]) -> Table:
+    table = Table(title="Installation", title_justify="left", box=box.SIMPLE, show_header=False)
+    for check in checks:
+        mark = "[green]ok[/]" if check.ok else "[red]no[/]"
+        table.add_row(mark, check.name, check.found)
+    return table
+
+
+def _model_table(report: "ModelReport") -> Table:
+    table = Table(
+        title=f"KV cache of {report.architecture}", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    for column in ("manager", "attention", "block size", "group", "layers"):
+        table.add_column(column, justify="right" if column in ("block size", "group") else "left")
+    for manager in report.managers:
+        for i, group in enumerate(manager.groups):
+            head = (
+                (manager.name, manager.attention, str(manager.block_size)) if i == 0 else [""] * 3
+            )
+            table.add_row(*head, str(group.group_id), group.layers)
+    return table
+
+
+def _verdict(report: "ModelReport", installed: bool) -> str:
+    """The line that the engine would log, with one exception."""
+    if report.reason_for_base is not None:
+        return f"Hybrid KV cache: using base vLLM's manager, because {report.reason_for_base}"
+    if not installed:
+        return f"Hybrid KV cache: not active; if it were, {report.arrangement}"
+    return f"Hybrid KV cache: active, {report.arrangement}"
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)

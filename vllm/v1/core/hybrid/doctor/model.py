@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vLLM would group a model's layers, found out without its weights.
+
+The model is built as an engine would build it, but on PyTorch's meta device, where tensors
+have a shape and no memory. Its attention layers then name their KV cache specs, and
+base's own functions group them.
+"""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
+from vllm.v1.core.hybrid.attention_type import AttentionType, get_attention_types
+from vllm.v1.core.hybrid.coverage import EngineFacts
+from vllm.v1.core.hybrid.decision import describe, find_reason_for_base
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_groups,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    get_kv_cache_spec_sliding_window,
+)
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+#: The first is Hugging Face's, the other Mistral's.
+CONFIG_FILES = ("config.json", "params.json")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A KV cache group; ``layers`` is what their names count them as, such as ``"0-4, 6"``."""
+
+    group_id: int
+    layers: str
+
+
+@dataclass(frozen=True)
+class Manager:
+    """A manager and the KV cache groups that it serves."""
+
+    name: str
+    attention: str
+    #: In tokens.
+    block_size: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """How a model's KV cache would be managed."""
+
+    architecture: str
+    managers: tuple[Manager, ...]
+    #: What sends the model to base's managers; None if nothing does.
+    reason_for_base: str | None
+    #: How the fork arranges the KV cache, if it does.
+    arrangement: str
+
+
+@contextmanager
+def local_model(model: str | None) -> Iterator[str]:
+    """The folder of a model that is given by its folder, or by its ``config.json``.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    if model is None:
+        raise ValueError("MODEL is missing; the flags alone say nothing")
+    path = Path(model)
+    if path.is_dir() and any((path / name).is_file() for name in CONFIG_FILES):
+        yield model
+    elif path.is_file() and path.suffix == ".json":
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(path, Path(folder, CONFIG_FILES[0]))
+            yield folder
+    else:
+        raise ValueError(
+            f"MODEL is {model!r}; accepted are a local folder with a {CONFIG_FILES[0]}, "
+            "and such a file"
+        )
+
+
+def examine_model(engine_args: EngineArgs) -> ModelReport:
+    """Group the layers of ``engine_args.model``, a folder with at least its configuration.
+
+    Neither tokenizer nor weights are read. One rank is built, whatever the parallel sizes.
+
+    Raises:
+        Exception: whatever vLLM raises for a model or settings that it cannot serve.
+    """
+    engine_args.load_format = "dummy"
+    engine_args.skip_tokenizer_init = True
+    engine_args.enforce_eager = True
+    vllm_config = engine_args.create_engine_config()
+    with set_current_vllm_config(vllm_config), _single_rank(vllm_config):
+        dtype = cast(torch.dtype, vllm_config.model_config.dtype)  # resolved by now
+        with set_default_torch_dtype(dtype), torch.device("meta"):
+            initialize_model(vllm_config)
+        groups = _group_layers(vllm_config)
+    kv_cache_config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+    kv_cache_config = generate_scheduler_kv_cache_config([kv_cache_config])
+    attention_types = get_attention_types(kv_cache_config)
+    reason = find_reason_for_base(_engine_facts(vllm_config, kv_cache_config))
+    return ModelReport(
+        architecture=vllm_config.model_config.architecture,
+        managers=_managers(kv_cache_config, attention_types, one_a_group=reason is not None),
+        reason_for_base=reason,
+        arrangement=describe(attention_types),
+    )
+
+
+@contextmanager
+def _single_rank(vllm_config: VllmConfig) -> Iterator[None]:
+    """The process groups of one rank, which layers ask for when they are built."""
+    parallel = vllm_config.parallel_config
+    parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
+    parallel.data_parallel_size = parallel.world_size = 1
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store").as_uri()
+        init_distributed_environment(1, 0, store, 0, "gloo")
+        try:
+            ensure_model_parallel_initialized(1, 1)
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+def _group_layers(vllm_config: VllmConfig) -> list[KVCacheGroupSpec]:
+    """What the engine core does between building the model and sizing its KV cache."""
+    # Aligns the block sizes of attention and Mamba layers.
+    current_platform.update_block_size_for_backend(vllm_config)
+    register_all_kvcache_specs(vllm_config)
+    specs = get_kv_cache_spec(vllm_config)
+    layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+    resolve_kv_cache_layout(vllm_config, [[layout.name for layout in layouts]], specs.values())
+    return get_kv_cache_groups(vllm_config, specs)
+
+
+def _engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if specs:
+        cacheable = [spec for spec in specs if spec.prefix_cacheable] or specs
+        vllm_config.cache_config.block_size = min(spec.block_size for spec in cacheable)
+    _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    events = vllm_config.kv_events_config
+    return EngineFacts(
+        kv_cache_config=kv_cache_config,
+        hash_block_size=hash_block_size,
+        enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
+        vllm_config=vllm_config,
+    )
+
+
+def _managers(
+    kv_cache_config: KVCacheConfig,
+    attention_types: Sequence[AttentionType],
+    one_a_group: bool,
+) -> tuple[Manager, ...]:
+    """The fork's managers, one a type; or base's, one a group."""
+    groups = kv_cache_config.kv_cache_groups
+    if one_a_group:
+        attention_types = [AttentionType(g.kv_cache_spec, (i,)) for i, g in enumerate(groups)]
+    return tuple(
+        Manager(
+            name=_manager_name(groups[t.group_ids[0]]),
+            attention=_attention(t),
+            block_size=t.spec.block_size,
+            groups=tuple(Group(i, _layers(groups[i].layer_names)) for i in t.group_ids),
+        )
+        for t in attention_types
+    )
+
+
+def _attention(attention_type: AttentionType) -> str:
+    window = get_kv_cache_spec_sliding_window(attention_type.spec)
+    return f"{attention_type.kind} {window}" if window else attention_type.kind
+
+
+def _manager_name(group: KVCacheGroupSpec) -> str:
+    """The name of base's manager class; the fork's are called the same."""
+    manager_class = KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role)
+    return "none" if manager_class is None else manager_class.__name__
+
+
+def _layers(names: Sequence[str]) -> str:
+    """``"0-2, 5"`` for the layers ``model.layers.0.self_attn`` and so on."""
+    found = [re.search(r"\.(\d+)\.", name) for name in names]
+    numbers = sorted(int(match[1]) for match in found if match)
+    if len(numbers) < len(names):
+        return ", ".join(names)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number <= spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

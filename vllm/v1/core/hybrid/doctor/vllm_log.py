@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps vLLM's log out of the doctor's output, and finds the cause of a failure in it."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pydantic import ValidationError
+
+_LEVEL = "VLLM_LOGGING_LEVEL"
+
+
+@contextmanager
+def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
+    """Collect the errors that vLLM logs, instead of showing its log.
+
+    Leaves the log alone if the user has asked for a level.
+    """
+    errors: list[logging.LogRecord] = []
+    if _LEVEL in os.environ:
+        yield errors
+        return
+
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    os.environ[_LEVEL] = "ERROR"
+    # Now, or vLLM would do it later and put back its handlers.
+    configure_logging_if_needed(LoggingConfig())
+    vllm_logger = logging.getLogger("vllm")
+    handlers = vllm_logger.handlers
+    vllm_logger.handlers = [_Collector(errors)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield errors
+    finally:
+        vllm_logger.handlers = handlers
+        del os.environ[_LEVEL]
+        configure_logging_if_needed(LoggingConfig())
+
+
+class _Collector(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__(logging.ERROR)
+        self._records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+
+def in_one_line(error: Exception, logged: Sequence[logging.LogRecord]) -> str:
+    """What went wrong, with the cause that vLLM has only logged, if there is one."""
+    message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    message = " ".join(message.removeprefix("Value error, ").split()) or type(error).__name__
+    causes = [record.exc_info[1] for record in logged if record.exc_info]
+    if not causes:
+        return message
+    # vLLM imports a model in a process of its own, whose traceback it logs.
+    return f"{message} ({str(causes[-1]).strip().splitlines()[-1]})"
