@@ -47,6 +47,7 @@ class Totals:
     skipped: int = 0
     effects: Counter[str] = field(default_factory=Counter)
     hits: list[int] = field(default_factory=lambda: [0, 0])
+    junctions: list[int] = field(default_factory=lambda: [0, 0])
     hit_tokens: list[int] = field(default_factory=lambda: [0, 0])
     evictions: list[int] = field(default_factory=lambda: [0, 0])
     preemptions: list[int] = field(default_factory=lambda: [0, 0])
@@ -71,8 +72,9 @@ class Totals:
         for side, name in enumerate(("base", "ours")):
             lines.append(
                 f"  {name}: {self.hits[side]:,} hits, {self.hit_tokens[side]:,} hit tokens, "
-                f"{self.evictions[side]:,} evicted blocks, {self.preemptions[side]:,} "
-                f"preemptions, {self.slots_checked[side]:,} slots checked"
+                f"{self.junctions[side]:,} junctions, {self.evictions[side]:,} evicted blocks, "
+                f"{self.preemptions[side]:,} preemptions, "
+                f"{self.slots_checked[side]:,} slots checked"
             )
         return "\n".join(lines)
 
@@ -159,6 +161,7 @@ def run_program(
         both(op, lambda driver, op=op: driver.apply(op))
     both(("wind_down",), lambda driver: driver.wind_down())
     totals.hits = [driver.num_hits for driver in drivers]
+    totals.junctions = [driver.num_junctions for driver in drivers]
     totals.hit_tokens = [driver.hit_tokens for driver in drivers]
     totals.evictions = [count() for count in evicted]
     totals.preemptions = [driver.num_preemptions for driver in drivers]

@@ -58,7 +58,7 @@ class ManagerDriver(ManagerModel):
             seen |= {"hit": hit, "boundary": boundary}
             computed = hit
         else:
-            blocks, hit = self.manager.empty_kv_cache_blocks, 0
+            blocks, hit, boundary = self.manager.empty_kv_cache_blocks, 0, 0
             computed = request.num_computed_tokens
         num_tokens = min(request.num_tokens - computed, max(1, min(chunk, self.setup.max_chunk)))
         new_blocks = self.manager.allocate_slots(
@@ -82,6 +82,7 @@ class ManagerDriver(ManagerModel):
             self.manager.record_prefix_cache_stats(request, hit)
             self.hit_tokens += hit
             self.num_hits += hit > 0
+            self.num_junctions += boundary > 0
         self.waiting.remove(live)
         self.running.append(live)
         request.status = RequestStatus.RUNNING

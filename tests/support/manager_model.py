@@ -51,6 +51,7 @@ class ManagerModel:
         self.num_calls = 0
         self.hit_tokens = 0
         self.num_hits = 0
+        self.num_junctions = 0
         self.num_preemptions = 0
         self.max_steps = setup.max_steps
 

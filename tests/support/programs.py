@@ -5,14 +5,13 @@ A `Program` is plain data. A failing one is printed with all that is needed to r
 paste it and call `support.differential.run_program`.
 """
 
-import math
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from support.kv_configs import AttentionKind, KVSetup, setups
 from support.manager_driver import Op
-from support.requests import RequestPlan, plans
+from support.requests import RequestPlan, plan_trees
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def operations() -> st.SearchStrategy[Op]:
         (1, _op("observe", _picks())),
         (1, _op("remove_skipped", _picks())),
         (1, _op("finish_later", _picks())),
-        (1, _op("return_blocks")),
+        (2, _op("return_blocks")),
         (1, _op("start", _picks(), chunks, st.integers(1, 5))),
         (1, _op("reset", st.sampled_from([0, 0, 0, 1]))),
         (1, _op("stats")),
@@ -77,6 +76,5 @@ def programs(
     """``tight`` pools must evict and preempt; others hardly ever do."""
     longest = draw(st.sampled_from([40, 100, 160]))
     setup = draw(setups(tight=tight, prompt_tokens=longest, kinds=kinds))
-    unit = math.gcd(*(kind.block_size for kind in setup.kinds))
-    chosen = draw(st.lists(plans(longest, unit), min_size=1, max_size=6))
-    return Program(setup, tuple(chosen), draw(op_lists(max_ops)))
+    unit = draw(st.sampled_from([setup.scheduler_block_size, setup.resolved_hash_block_size]))
+    return Program(setup, draw(plan_trees(longest, unit)), draw(op_lists(max_ops)))

@@ -5,7 +5,7 @@
 made from it, together with what identifies the KV at each of its positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
@@ -204,16 +204,32 @@ class Step:
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_tokens: int, unit: int) -> RequestPlan:
-    """Plans over a small tree, so that prefixes are often shared, and often aligned."""
+def plan_trees(draw: st.DrawFn, max_tokens: int, unit: int) -> tuple[RequestPlan, ...]:
+    """Several plans, most of which grow from one or two trunks, so that prefixes are shared
+    and requests part where no prompt ends.
+    """
+    lengths = st.one_of(
+        st.integers(1, max(1, max_tokens // unit // 2)).map(lambda n: n * unit),
+        st.integers(1, max_tokens),
+    )
+    trunks = draw(st.lists(lengths, min_size=1, max_size=2))
+    return tuple(draw(st.lists(plans(max_tokens, unit, trunks), min_size=1, max_size=6)))
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_tokens: int, unit: int, trunks: Sequence[int] = ()) -> RequestPlan:
+    """One plan: now and then with a salt, an adapter, images, or other extras."""
     lengths = st.one_of(
         st.integers(1, 16).map(lambda n: n * unit),
         st.integers(1, 4 * unit + 1),
         st.integers(1, max_tokens),
         st.just(1),
     )
-    labels = st.sampled_from([0, 0, 1, 2])
-    pieces = draw(st.lists(st.tuples(labels, lengths), min_size=1, max_size=3))
+    pieces = draw(
+        st.lists(st.tuples(st.sampled_from([0, 1, 2, 3]), lengths), min_size=1, max_size=3)
+    )
+    if trunks and draw(st.integers(0, 3)):
+        pieces.insert(0, (0, draw(st.sampled_from(trunks))))
     path: list[tuple[int, int]] = []
     left = max_tokens
     for label, length in pieces:

@@ -61,6 +61,7 @@ def test_ample_pools() -> None:
     """All that fits: hardly anything is evicted, and all observations are equal."""
     totals = explore(programs(), lambda program: run_program(program, KVCacheManager), 200)
     report("ample pools", totals)
+    assert min(totals.junctions) > 0
     assert totals.compared > 0.95 * totals.ops
 
 
@@ -95,7 +96,8 @@ def test_base_agrees_with_itself() -> None:
         lambda program: run_program(program, BaseKVCacheManager, exact=True),
         60,
     )
-    report("base with itself", totals)
+    print(f"\nbase with itself: {totals}")
+    assert totals.compared == totals.ops >= 1000
     assert totals.hit_tokens[0] == totals.hit_tokens[1]
     assert totals.evictions[0] == totals.evictions[1] > 0
 
