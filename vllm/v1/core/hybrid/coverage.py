@@ -26,9 +26,13 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Base's managers whose groups the fork serves. Asked of base's registry, so that a spec
-#: that a platform has registered with a manager of its own stays with that manager.
-COVERED_BASE_MANAGERS = (FullAttentionManager, SlidingWindowManager)
+#: Base's managers whose groups the fork serves, and the specs that it expects there. Base's
+#: registry is asked, so that a spec that a platform has registered with a manager of its own
+#: stays with that manager.
+COVERED_BASE_MANAGERS: dict[type | None, type[KVCacheSpec]] = {
+    FullAttentionManager: FullAttentionSpec,
+    SlidingWindowManager: SlidingWindowSpec,
+}
 
 #: Kinds that name what is not covered. Of the other kinds only some specs are not, R-SWA
 #: among full attention, say; there the spec's own name says more.
@@ -127,7 +131,8 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
         return f"the role {KVCacheGroupRole(group.role).value}"
     if not group.enable_kv_transfer:
         return "a KV cache that is left out of KV transfer"
-    if KVCacheSpecRegistry.get_manager_class(spec, group.role) not in COVERED_BASE_MANAGERS:
+    manager_class = KVCacheSpecRegistry.get_manager_class(spec, group.role)
+    if not isinstance(spec, COVERED_BASE_MANAGERS.get(manager_class, ())):
         return _name_of(spec)
     if not spec.prefix_cacheable:
         return f"{type(spec).__name__} that opts out of prefix caching"

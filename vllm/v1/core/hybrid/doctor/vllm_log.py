@@ -23,15 +23,18 @@ def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
         yield errors
         return
 
+    os.environ[_LEVEL] = "ERROR"
+    vllm_logger = logging.getLogger("vllm")
+    handlers = vllm_logger.handlers
+    collector = _Collector(errors)
+    # Even importing the configuration logs.
+    vllm_logger.handlers = [collector]
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
-    os.environ[_LEVEL] = "ERROR"
-    # Now, or vLLM would do it later and put back its handlers.
+    # Now, or vLLM would do it later and put in its own handlers.
     configure_logging_if_needed(LoggingConfig())
-    vllm_logger = logging.getLogger("vllm")
-    handlers = vllm_logger.handlers
-    vllm_logger.handlers = [_Collector(errors)]
+    vllm_logger.handlers = [collector]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -39,7 +42,6 @@ def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
     finally:
         vllm_logger.handlers = handlers
         del os.environ[_LEVEL]
-        configure_logging_if_needed(LoggingConfig())
 
 
 class _Collector(logging.Handler):
