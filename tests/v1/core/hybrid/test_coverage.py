@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fork leaves to base's manager, and what it says about it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from support.kv_configs import KVSetup, full, mla, sliding
+from support.model_configs import write_config
+from support.plugin_state import plugin_state_restored
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.hybrid import KVCacheManager
+from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    HiSparseHotSpec,
+    KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST, KVCacheSpecRegistry
+
+SHAPE: dict[str, Any] = dict(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+FULL = KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**SHAPE))
+
+
+@pytest.fixture(autouse=True)
+def _plugin():
+    with plugin_state_restored():
+        yield
+
+
+def facts_of(*groups: KVCacheGroupSpec | KVCacheSpec, **changes: Any) -> EngineFacts:
+    all_groups = [
+        group if isinstance(group, KVCacheGroupSpec) else KVCacheGroupSpec(["layer.1"], group)
+        for group in groups
+    ]
+    return EngineFacts(KVCacheConfig(100, [], all_groups), hash_block_size=16, **changes)
+
+
+# ----------------------------------------------------------------------------- covered
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (),
+        (full(16),),
+        (mla(16, 2),),
+        (sliding(64, 16, 3),),
+        (full(16), sliding(64, 16, 5)),
+        (full(32), sliding(64, 16), mla(8)),
+        (full(16, dtype="float16"), full(16, variant=1)),
+    ],
+)
+def test_covered(kinds):
+    setup = KVSetup(kinds, num_blocks=100)
+    facts = EngineFacts(
+        setup.kv_cache_config(), setup.resolved_hash_block_size, vllm_config=VllmConfig()
+    )
+    assert find_uncovered_feature(facts) is None
+    assert setup.build(KVCacheManager).num_kv_cache_groups == len(setup.groups)
+
+
+def test_sliding_window_in_the_cache_format_of_mla_is_covered():
+    assert (
+        find_uncovered_feature(facts_of(SlidingWindowMLASpec(**SHAPE, sliding_window=64))) is None
+    )
+
+
+def test_events_with_blocks_of_the_size_of_hashes_are_covered():
+    facts = facts_of(FULL, SlidingWindowSpec(**SHAPE, sliding_window=64))
+    assert find_uncovered_feature(replace(facts, enable_kv_cache_events=True)) is None
+
+
+# ------------------------------------------------------------------ kinds of KV cache groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlatformSpec(FullAttentionSpec):
+    """As a platform plugin would register it, with a manager of its own."""
+
+
+class PlatformManager(FullAttentionManager):
+    pass
+
+
+@pytest.fixture
+def platform_spec():
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(PlatformSpec, PlatformManager)
+    yield PlatformSpec(**SHAPE)
+    del _REGISTRY_KVCACHESPEC_LIST[PlatformSpec]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (
+            ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+            "chunked local attention",
+        ),
+        (MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)), "Mamba"),
+        (CrossAttentionSpec(**SHAPE), "cross attention"),
+        (SinkFullAttentionSpec(**SHAPE, sink_len=4), "full attention with a sink"),
+        (RSWASpec(**SHAPE, rswa_window=64), "KV cache spec RSWASpec"),
+        (CircularBufferSpec(**SHAPE), "KV cache spec CircularBufferSpec"),
+        (
+            HiSparseHotSpec(block_size=16, page_size=4096, blocks_per_request=1),
+            "KV cache spec HiSparseHotSpec",
+        ),
+        (
+            SlidingWindowMLASpec(**SHAPE, sliding_window=64, bounded_replay=True),
+            "SlidingWindowMLASpec that opts out of prefix caching",
+        ),
+        (
+            SlidingWindowSpec(**SHAPE, sliding_window=64, extra_retained_tokens=2),
+            "speculative decoding",
+        ),
+    ],
+)
+def test_kinds_that_are_not_covered_are_named_with_their_group(spec, name):
+    facts = facts_of(FULL, spec)
+    assert find_uncovered_feature(facts) == f"{name} (KV cache group 1)"
+
+
+def test_a_platforms_spec_stays_with_the_platforms_manager(platform_spec):
+    reason = find_uncovered_feature(facts_of(platform_spec))
+    assert reason == "KV cache spec PlatformSpec (KV cache group 0)"
+
+
+def test_a_spec_of_an_unexpected_kind_is_not_covered_whatever_its_manager():
+    @dataclass(frozen=True)
+    class ForeignSpec(KVCacheSpec):
+        pass
+
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(ForeignSpec, FullAttentionManager)
+    try:
+        reason = find_uncovered_feature(facts_of(ForeignSpec(block_size=16)))
+    finally:
+        del _REGISTRY_KVCACHESPEC_LIST[ForeignSpec]
+    assert reason == "KV cache spec ForeignSpec (KV cache group 0)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"is_eagle_group": True}, "speculative decoding"),
+        ({"host_resident": True}, "a KV cache on the host"),
+        ({"enable_kv_transfer": False}, "a KV cache that is left out of KV transfer"),
+        ({"role": KVCacheGroupRole.HISPARSE_SOURCE}, "the role hisparse_source"),
+        ({"role": KVCacheGroupRole.HISPARSE_INDEXER}, "the role hisparse_indexer"),
+    ],
+)
+def test_groups_with_a_special_part_are_not_covered(changes, name):
+    facts = facts_of(FULL, replace(FULL, **changes))
+    assert find_uncovered_feature(facts) == f"{name} (KV cache group 1)"
+
+
+# ---------------------------------------------------- arguments of the manager's constructor
+
+
+UNCOVERED_ARGUMENTS = [
+    ({"use_eagle": True}, "speculative decoding"),
+    ({"num_prefill_lookahead": 1}, "speculative decoding"),
+    ({"dcp_world_size": 2}, "decode context parallelism (world size 2)"),
+    ({"pcp_world_size": 4}, "prefill context parallelism (world size 4)"),
+    ({"metrics_collector": KVCacheMetricsCollector()}, "KV cache residency metrics"),
+    (
+        {"enable_kv_cache_events": True, "hash_block_size": 8},
+        "publishing KV cache events for parts of blocks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), UNCOVERED_ARGUMENTS)
+def test_arguments_that_are_not_covered(arguments, reason):
+    assert find_uncovered_feature(replace(facts_of(FULL), **arguments)) == reason
+
+
+@pytest.mark.parametrize(("arguments", "reason"), UNCOVERED_ARGUMENTS)
+def test_the_manager_itself_refuses_them(arguments, reason):
+    with pytest.raises(ValueError) as error:
+        KVSetup((full(16),), num_blocks=100).build(KVCacheManager, **arguments)
+    assert reason in str(error.value)
+
+
+def test_parts_of_sliding_window_blocks_are_not_published_by_base_either():
+    spec = SlidingWindowSpec(**SHAPE, sliding_window=64)
+    facts = replace(facts_of(spec), enable_kv_cache_events=True, hash_block_size=8)
+    assert find_uncovered_feature(facts) is None
+
+
+# --------------------------------------------------------------- the engine's configuration
+
+
+def reason_for(vllm_config: VllmConfig) -> str | None:
+    return find_uncovered_feature(facts_of(FULL, vllm_config=vllm_config))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, None),
+        ({"tensor_parallel_size": 2}, None),
+        ({"enable_prefix_caching": False}, None),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding",
+        ),
+        (
+            {"kv_transfer_config": KVTransferConfig("OffloadingConnector", kv_role="kv_both")},
+            "KV connector OffloadingConnector",
+        ),
+        ({"kv_cache_metrics": True}, "KV cache residency metrics"),
+    ],
+)
+def test_engines(tmp_path, arguments, reason):
+    model = str(write_config(tmp_path, "gemma3"))
+    args = EngineArgs(model, skip_tokenizer_init=True, load_format="dummy", **arguments)
+    assert reason_for(args.create_engine_config()) == reason
+
+
+def test_context_parallelism_of_the_engine():
+    for kind in ("decode", "prefill"):
+        config = VllmConfig()
+        setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
+        assert reason_for(config) == f"{kind} context parallelism (world size 2)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"is_encoder_decoder": True}, "an encoder-decoder model"),
+        ({"canvas_length": 32}, "a diffusion model"),
+    ],
+)
+def test_models(tmp_path, changes, reason):
+    model = str(write_config(tmp_path, "gemma3"))
+    args = EngineArgs(model, skip_tokenizer_init=True, load_format="dummy")
+    config = args.create_engine_config()
+    for name, value in changes.items():
+        setattr(config.model_config.hf_config, name, value)
+    config.model_config.__dict__.pop("is_diffusion", None)  # It is cached.
+    config.model_config.__dict__.pop("is_encoder_decoder", None)
+    assert reason_for(config) == reason
