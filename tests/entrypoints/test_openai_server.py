@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` and its OpenAI API answer the same with the fork on and off.
+
+Each test asks both servers the same, and verifies the answer as well as that it is the same.
+The fork's server verifies all of its bookkeeping in every scheduler step, and would end if
+something were wrong.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import pytest
+
+import checkpoints
+from support.engine_prompts import random_tokens
+from support.server import ACTIVE_LINE, MODEL_NAME, Server
+
+T = TypeVar("T")
+
+WINDOW = 64
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 1024
+#: Longer than the window by far.
+LONG_TEXT = " ".join(f"Line {i}: the quick brown fox jumps over the lazy dog." for i in range(8))
+
+
+def text_prompt(length: int, seed: int) -> str:
+    """Printable characters that make `length` tokens, with the <bos> in front."""
+    # The tokenizer is byte-level: a token id is a character's code plus 5.
+    return "".join(chr(token - 5) for token in random_tokens(length - 1, seed))
+
+
+@dataclass(frozen=True)
+class Servers:
+    base: Server
+    fork: Server
+
+    def both(self, scenario: Callable[[Server], T]) -> T:
+        """Run a scenario on base, then on the fork, and return what both have given."""
+        expected = scenario(self.base)
+        got = scenario(self.fork)
+        assert got == expected
+        return got
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    model = checkpoints.tiny_gemma3()
+    with Server(model, fork=False) as base, Server(model, fork=True) as fork:
+        yield Servers(base.wait_until_healthy(), fork.wait_until_healthy())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test starts with an empty prefix cache, and leaves no block in use behind."""
+    if "servers" not in request.fixturenames:
+        yield
+        return
+    servers: Servers = request.getfixturevalue("servers")
+    for server in (servers.base, servers.fork):
+        assert server.reset_prefix_cache()
+    yield
+    for server in (servers.base, servers.fork):
+        wait_until_idle(server)
+        assert server.is_healthy()
+
+
+def wait_until_idle(server: Server) -> None:
+    """Wait until no request is running or waiting and no KV cache block is in use."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    server.wait_for(
+        lambda: [server.metric(f"vllm:{name}") for name in names], lambda seen: seen == [0, 0, 0]
+    )
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.api_url, api_key="none", max_retries=0, timeout=120)
+
+
+def complete(server: Server, prompt: Any, max_tokens: int = 48, **kwargs: Any) -> dict[str, Any]:
+    """A completion as the client sees it, less what identifies the answer."""
+    kwargs = {"temperature": 0.0} | kwargs
+    with client_of(server) as client:
+        answer = client.completions.create(
+            model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, **kwargs
+        )
+    assert answer.id
+    assert answer.usage.completion_tokens > 0
+    return answer.model_dump(exclude={"id", "created"})
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    (choice,) = answer["choices"]
+    return choice["text"]
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def start_stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> openai.Stream[Any]:
+    return client.completions.create(
+        model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=0.0, stream=True
+    )
+
+
+def test_log_says_which_manager_serves(servers: Servers) -> None:
+    (line,) = (line for line in servers.fork.log.splitlines() if ACTIVE_LINE in line)
+    assert " INFO " in line
+    assert f"{ACTIVE_LINE}, 2 managers for 6 KV cache groups: " in line
+    assert "sliding_window 64 (5 groups," in line
+    assert "full_attention (1 group," in line
+    assert "Hybrid KV cache" not in servers.base.log
+
+
+@pytest.mark.parametrize("length", [2, BLOCK_SIZE, WINDOW + 1, 300, MAX_MODEL_LEN - 48])
+def test_completion(servers: Servers, length: int) -> None:
+    prompt = text_prompt(length, seed=length)
+    answer = servers.both(lambda server: complete(server, prompt, logprobs=0))
+    assert len(text_of(answer)) == 48
+    assert answer["usage"]["prompt_tokens"] == length
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 48
+
+
+def test_completion_depends_on_what_is_out_of_the_windows_reach(servers: Servers) -> None:
+    prompts = [text_prompt(300, seed=1), "!" + text_prompt(300, seed=1)[1:]]
+    assert prompts[0] != prompts[1]
+    answers = servers.both(lambda server: [complete(server, prompt) for prompt in prompts])
+    assert text_of(answers[0]) != text_of(answers[1])
+
+
+def test_completions_of_several_prompts_in_one_request(servers: Servers) -> None:
+    prompts = [text_prompt(length, seed=50 + length) for length in (20, 90, 200, 333)]
+    answer = servers.both(lambda server: complete(server, prompts))
+    texts = [choice["text"] for choice in answer["choices"]]
+    alone = servers.both(lambda server: [text_of(complete(server, p)) for p in prompts])
+    assert texts == alone
+    assert len({*texts}) == len(prompts)
+
+
+def test_completion_ends_at_the_models_limit(servers: Servers) -> None:
+    prompt = text_prompt(MAX_MODEL_LEN - 30, seed=2)
+    answer = servers.both(lambda server: complete(server, prompt, max_tokens=MAX_MODEL_LEN))
+    assert answer["usage"]["completion_tokens"] == 30
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_completions_of_token_ids(servers: Servers) -> None:
+    prompt = random_tokens(150, seed=3)
+    answer = servers.both(lambda server: complete(server, prompt))
+    assert answer["usage"]["prompt_tokens"] == 150
+    assert len(text_of(answer)) == 48
+
+
+def test_sampled_completions_of_one_prompt(servers: Servers) -> None:
+    sampling = {"n": 3, "temperature": 1.0, "seed": 7}
+    answer = servers.both(lambda server: complete(server, text_prompt(200, 4), **sampling))
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len({*texts}) == 3
+
+
+def test_chat(servers: Servers) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": LONG_TEXT},
+        {"role": "user", "content": "Hello! Who jumps over whom?"},
+    ]
+
+    def talk(server: Server) -> list[dict[str, Any]]:
+        history, answers = list(messages), []
+        with client_of(server) as client:
+            for question in ("And who else?", None):
+                answer = client.chat.completions.create(
+                    model=MODEL_NAME, messages=history, max_tokens=40, temperature=0.0
+                )
+                answers.append(answer.model_dump(exclude={"id", "created"}))
+                history.append({"role": "assistant", "content": answer.choices[0].message.content})
+                history.append({"role": "user", "content": question})
+        return answers
+
+    first, second = servers.both(talk)
+    assert len(first["choices"][0]["message"]["content"]) == 40
+    assert second["choices"][0]["message"]["content"]
+    assert cached_tokens(first) == 0
+    # The second question finds the first turn in the cache.
+    assert cached_tokens(second) >= 448
+
+
+def test_streams_give_what_the_whole_answers_give(servers: Servers) -> None:
+    prompt = text_prompt(250, seed=6)
+    messages: list[Any] = [{"role": "user", "content": LONG_TEXT}]
+
+    def stream(server: Server) -> tuple[str, str, Any]:
+        with client_of(server) as client:
+            pieces = [chunk.choices[0].text for chunk in start_stream(client, prompt, 64)]
+            chunks = list(
+                client.chat.completions.create(
+                    model=MODEL_NAME,
+                    messages=messages,
+                    max_tokens=64,
+                    temperature=0.0,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+            )
+        said = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        usage = chunks[-1].usage.model_dump(exclude_none=True)
+        return "".join(pieces), "".join(said), usage
+
+    def whole(server: Server) -> tuple[str, str, Any]:
+        with client_of(server) as client:
+            answer = client.chat.completions.create(
+                model=MODEL_NAME, messages=messages, max_tokens=64, temperature=0.0
+            )
+        said = answer.choices[0].message.content or ""
+        usage = answer.usage.model_dump(exclude_none=True)
+        return text_of(complete(server, prompt, max_tokens=64)), said, usage
+
+    streamed = servers.both(stream)
+    for server in (servers.base, servers.fork):
+        assert server.reset_prefix_cache()
+    assert streamed == servers.both(whole)
+    assert len(streamed[0]) == 64
+    assert len(streamed[1]) == 64
+
+
+def test_stream_comes_in_pieces(servers: Servers) -> None:
+    for server in (servers.base, servers.fork):
+        with client_of(server) as client:
+            pieces = [chunk.choices[0].text for chunk in start_stream(client, "Once", 32)]
+        assert len(pieces) > 8
+
+
+def test_aborted_stream_frees_its_blocks(servers: Servers) -> None:
+    prompt, max_tokens = text_prompt(200, seed=8), 800
+
+    def abort(server: Server) -> str:
+        generated = server.metric("vllm:generation_tokens_total")
+        with client_of(server) as client:
+            stream = start_stream(client, prompt, max_tokens)
+            received = [next(stream).choices[0].text for _ in range(3)]
+            usage = server.wait_for(lambda: server.metric("vllm:kv_cache_usage_perc"), bool)
+            assert 0 < usage < 1
+            assert server.metric("vllm:num_requests_running") == 1
+            stream.close()
+        wait_until_idle(server)
+        # It was stopped, and did not run to its end unseen.
+        assert server.metric("vllm:generation_tokens_total") - generated < max_tokens
+        answer = complete(server, prompt)
+        assert text_of(answer).startswith("".join(received))
+        return text_of(answer)
+
+    assert servers.both(abort)
+
+
+def test_client_that_gives_up_waiting_frees_its_blocks(servers: Servers) -> None:
+    body = {"model": MODEL_NAME, "prompt": text_prompt(100, 9), "max_tokens": 900}
+
+    def give_up(server: Server) -> str:
+        generated = server.metric("vllm:generation_tokens_total")
+        with httpx.Client(base_url=server.api_url) as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/completions", json=body, timeout=0.5)
+        wait_until_idle(server)
+        assert server.metric("vllm:generation_tokens_total") - generated < 900
+        return text_of(complete(server, body["prompt"]))
+
+    assert servers.both(give_up)
+
+
+def test_metrics_count_prefix_cache_hits(servers: Servers) -> None:
+    names = ("queries", "hits")
+    prompt, other = text_prompt(300, seed=10), text_prompt(300, seed=11)
+
+    def ask(server: Server) -> list[tuple[float, ...]]:
+        deltas: list[tuple[float, ...]] = []
+        for question in (prompt, prompt, other):
+            before = [server.metric(f"vllm:prefix_cache_{name}_total") for name in names]
+            answer = complete(server, question)
+            wait_until_idle(server)
+            after = [server.metric(f"vllm:prefix_cache_{name}_total") for name in names]
+            deltas.append(tuple(b - a for a, b in zip(before, after, strict=True)))
+            assert deltas[-1][1] == cached_tokens(answer)
+        return deltas
+
+    # Of 300 tokens, 9 blocks of 32 are full.
+    assert servers.both(ask) == [(300, 0), (300, 9 * BLOCK_SIZE), (300, 0)]
+
+
+def test_prefix_is_shared_by_prompts_that_go_on_differently(servers: Servers) -> None:
+    prefix = text_prompt(256, seed=12)
+    prompts = [prefix + text_prompt(60, seed) for seed in (13, 14, 15)]
+
+    def ask(server: Server) -> list[dict[str, Any]]:
+        return [complete(server, prompt) for prompt in (prefix, *prompts)]
+
+    answers = servers.both(ask)
+    assert len({text_of(answer) for answer in answers}) == 4
+    assert max(map(cached_tokens, answers)) >= 256 - BLOCK_SIZE
+
+
+def test_reset_prefix_cache_forgets_all_hits(servers: Servers) -> None:
+    prompt = text_prompt(300, seed=16)
+
+    def ask(server: Server) -> list[dict[str, Any]]:
+        answers = [complete(server, prompt), complete(server, prompt)]
+        assert server.reset_prefix_cache()
+        return [*answers, complete(server, prompt), complete(server, prompt)]
+
+    answers = servers.both(ask)
+    hit = 9 * BLOCK_SIZE
+    assert [cached_tokens(answer) for answer in answers] == [0, hit, 0, hit]
+    assert len({text_of(answer) for answer in answers}) == 1
+
+
+def test_reset_prefix_cache_while_a_request_runs(servers: Servers) -> None:
+    """It is refused, or interrupts the request, which then goes on as if nothing had been."""
+    prompt, max_tokens = text_prompt(200, seed=17), 300
+
+    def ask(server: Server) -> list[Any]:
+        with client_of(server) as client:
+            stream = start_stream(client, prompt, max_tokens)
+            text = "".join(next(stream).choices[0].text for _ in range(5))
+            refused = server.reset_prefix_cache()
+            text += "".join(next(stream).choices[0].text for _ in range(5))
+            interrupted = server.reset_prefix_cache(reset_running_requests=True)
+            text += "".join(chunk.choices[0].text for chunk in stream)
+        quiet = complete(server, prompt, max_tokens)
+        assert text == text_of(quiet)
+        return [refused, interrupted, text]
+
+    refused, interrupted, text = servers.both(ask)
+    assert refused is False
+    assert interrupted is True
+    assert len(text) == max_tokens
+
+
+def test_salts_keep_caches_apart(servers: Servers) -> None:
+    prompt = text_prompt(200, seed=18)
+
+    def ask(server: Server) -> list[dict[str, Any]]:
+        bodies = [{"cache_salt": salt} if salt else {} for salt in ("a", "b", "a", None, None)]
+        return [complete(server, prompt, extra_body=body) for body in bodies]
+
+    answers = servers.both(ask)
+    hit = 6 * BLOCK_SIZE
+    assert [cached_tokens(answer) for answer in answers] == [0, 0, hit, 0, hit]
+    assert len({text_of(answer) for answer in answers}) == 1
+
+
+def test_two_clients_at_once(servers: Servers) -> None:
+    """Interleaved, each gets the answers that it gets alone."""
+    questions = [
+        [text_prompt(length, seed=20 * n + length) for length in (150, 40, 400)] for n in (1, 2)
+    ]
+    max_tokens = 100
+
+    def together(server: Server) -> list[list[str]]:
+        answers: list[list[str]] = [[], []]
+        order: list[int] = []
+        start = threading.Barrier(2, timeout=60)
+
+        def run(me: int) -> None:
+            with client_of(server) as client:
+                start.wait()
+                for question in questions[me]:
+                    pieces = []
+                    for chunk in start_stream(client, question, max_tokens):
+                        order.append(me)
+                        pieces.append(chunk.choices[0].text)
+                    answers[me].append("".join(pieces))
+
+        threads = [threading.Thread(target=run, args=(me,)) for me in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Pieces for both came in between each other.
+        assert order.index(1) < len(order) - 1 - order[::-1].index(0)
+        assert order.index(0) < len(order) - 1 - order[::-1].index(1)
+        return answers
+
+    def alone(server: Server) -> list[list[str]]:
+        return [[text_of(complete(server, q, max_tokens)) for q in mine] for mine in questions]
+
+    expected = servers.both(alone)
+    for server in (servers.base, servers.fork):
+        assert server.reset_prefix_cache()
+    assert servers.both(together) == expected
+    assert all(len(text) == max_tokens for mine in expected for text in mine)
+
+
+def test_more_requests_than_run_at_once(servers: Servers) -> None:
+    prompts = [text_prompt(50 + 13 * n, seed=60 + n) for n in range(20)]
+    answer = servers.both(lambda server: complete(server, prompts, max_tokens=24))
+    assert [len(choice["text"]) for choice in answer["choices"]] == [24] * 20
+
+
+COMPLETION = {"model": MODEL_NAME, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+#: Requests with something wrong: the path, and the body's text or values.
+BAD_REQUESTS: dict[str, tuple[str, str | dict[str, Any]]] = {
+    "prompt too long": ("completions", COMPLETION | {"prompt": "x" * 2000}),
+    "prompt as long as the model's limit": (
+        "completions",
+        COMPLETION | {"prompt": "x" * (MAX_MODEL_LEN - 1)},
+    ),
+    "chat too long": (
+        "chat/completions",
+        CHAT | {"messages": [{"role": "user", "content": "x" * 2000}]},
+    ),
+    "token ids too many": ("completions", COMPLETION | {"prompt": [40] * 1500}),
+    "token id out of the vocabulary": ("completions", COMPLETION | {"prompt": [40, 100_000]}),
+    "not JSON": ("completions", '{"model": "tiny", "prompt": '),
+    "nothing": ("completions", ""),
+    "a list": ("completions", "[1, 2, 3]"),
+    "no prompt": ("completions", {"model": MODEL_NAME}),
+    "empty prompts": ("completions", COMPLETION | {"prompt": []}),
+    "prompt of another type": ("completions", COMPLETION | {"prompt": {"text": "Hello"}}),
+    "max_tokens of another type": ("completions", COMPLETION | {"max_tokens": "many"}),
+    "max_tokens negative": ("completions", COMPLETION | {"max_tokens": -1}),
+    "temperature negative": ("completions", COMPLETION | {"temperature": -1}),
+    "top_p out of range": ("completions", COMPLETION | {"top_p": 7}),
+    "too many logprobs": ("completions", COMPLETION | {"logprobs": 5000}),
+    "empty salt": ("completions", COMPLETION | {"cache_salt": ""}),
+    "unknown model": ("completions", COMPLETION | {"model": "no-such-model"}),
+    "no messages": ("chat/completions", {"model": MODEL_NAME}),
+    "messages of another type": ("chat/completions", CHAT | {"messages": "Hi"}),
+    "unknown path": ("no-such-path", COMPLETION),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_request_gets_its_error(servers: Servers, name: str) -> None:
+    path, body = BAD_REQUESTS[name]
+    content = body if isinstance(body, str) else json.dumps(body)
+
+    def ask(server: Server) -> tuple[int, Any]:
+        headers = {"Content-Type": "application/json"}
+        answer = server.post(f"/v1/{path}", content=content, headers=headers)
+        return answer.status_code, answer.json()
+
+    status, answer = servers.both(ask)
+    assert 400 <= status < 500, answer
+    assert answer
+    # And the next request is served.
+    assert servers.both(lambda server: text_of(complete(server, "Hello", max_tokens=8)))
+
+
+def test_bad_option_is_an_error_before_the_model_is_loaded() -> None:
+    options = '--additional-config={"hybrid_kv": {"chekc_integrity": true}}'
+    with Server(checkpoints.tiny_gemma3(), fork=True, arguments=[options]) as server:
+        status = server.wait_until_ended()
+        log = server.log
+    assert status > 0
+    assert (
+        "ValueError: --additional-config: hybrid_kv.chekc_integrity is not an option; "
+        "accepted are enabled, on_uncovered, check_integrity"
+    ) in log
+    assert "load model" not in log
+    assert "Initializing a V1 LLM engine" not in log
