@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers, and what the reference server has answered to each question alone."""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from soak_driver.questions import GARBAGE, MAX_TOKENS, Question
+
+#: Log-probabilities. In float32, sums in another order were seen to change them by 1e-5; what
+#: a wrong block would change is far more.
+LOGPROB_TOLERANCE = 1e-3
+#: A token with a smaller lead over the next might be another one in another batch.
+SAFE_LEAD = 1e-2
+#: Questions with a shorter certain answer are not asked.
+MIN_TOKENS = 24
+
+_PLAIN = {*string.printable}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A generated token: its text, its log-probability, and its lead over the next likely.
+
+    The lead is 0 where it was not asked for.
+    """
+
+    text: str
+    logprob: float
+    lead: float = 0.0
+
+
+def read_pieces(choice: dict[str, Any], is_chat: bool) -> list[Piece]:
+    """The tokens in a choice of an answer or of a chunk of a stream."""
+    found = choice["logprobs"]
+    if not found:
+        return []
+    if is_chat:
+        entries = found["content"] or []
+        texts = [entry["token"] for entry in entries]
+        logprobs = [entry["logprob"] for entry in entries]
+        likely = [[top["logprob"] for top in entry["top_logprobs"]] for entry in entries]
+    else:
+        texts, logprobs = found["tokens"], found["token_logprobs"]
+        likely = [[*(top or {}).values()] for top in found["top_logprobs"]]
+    return [
+        Piece(text, logprob, lead=logprob - sorted(tops)[-2] if len(tops) > 1 else 0.0)
+        for text, logprob, tops in zip(texts, logprobs, likely, strict=True)
+    ]
+
+
+def text_of(choice: dict[str, Any], is_chat: bool) -> str:
+    if not is_chat:
+        return choice["text"]
+    return choice.get("message", choice.get("delta", {})).get("content") or ""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Certain answers by question, and what a server says to garbage: status and body."""
+
+    answers: dict[Question, Sequence[Piece]]
+    refusals: dict[str, tuple[int, str]]
+
+    def find_fault(
+        self, question: Question, pieces: Sequence[Piece], text: str, length: int | None
+    ) -> str | None:
+        """What is wrong with an answer of `length` tokens, or with a part of one (None)."""
+        expected = self.answers[question]
+        wrong = [
+            i
+            for i, (got, right) in enumerate(zip(pieces, expected, strict=False))
+            if got.text != right.text or abs(got.logprob - right.logprob) > LOGPROB_TOLERANCE
+        ]
+        if wrong:
+            i = wrong[0]
+            return (
+                f"question {question.index}, token {i}: {pieces[i].text!r} "
+                f"({pieces[i].logprob:.4f}) and not {expected[i].text!r} "
+                f"({expected[i].logprob:.4f}); prompt {question.prompt!r}"
+            )
+        if length is not None and len(pieces) != length:
+            return f"question {question.index}: {len(pieces)} tokens and not {length}"
+        if len(pieces) > len(expected):
+            return f"question {question.index}: more tokens than were asked for"
+        if text != "".join(piece.text for piece in pieces):
+            return f"question {question.index}: the text is not that of its tokens: {text!r}"
+        return None
+
+
+def ask_reference(url: str, questions: Sequence[Question]) -> Reference:
+    """Ask a quiet server each question and each piece of garbage, one after another.
+
+    Raises:
+        RuntimeError: too few answers are certain, or garbage is not refused.
+    """
+    answers: dict[Question, Sequence[Piece]] = {}
+    refusals: dict[str, tuple[int, str]] = {}
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for question in questions:
+            body = question.body(MAX_TOKENS, num_logprobs=2)
+            answer = client.post(question.path, json=body).raise_for_status().json()
+            pieces = certain_part(read_pieces(answer["choices"][0], question.is_chat))
+            if len(pieces) >= MIN_TOKENS:
+                answers[question] = pieces
+        for name, (path, content) in GARBAGE.items():
+            refusals[name] = refusal(client.post(path, content=content, headers=JSON))
+            if not 400 <= refusals[name][0] < 500:
+                raise RuntimeError(f"the reference server answers {name}: {refusals[name]}")
+    if len(answers) < len(questions) / 2:
+        raise RuntimeError(f"only {len(answers)} of {len(questions)} answers are certain")
+    return Reference(answers, refusals)
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def refusal(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.text
+
+
+def certain_part(pieces: Sequence[Piece]) -> list[Piece]:
+    """The beginning of an answer that is the same in every batch, and is plain text."""
+    for length, piece in enumerate(pieces):
+        if piece.lead < SAFE_LEAD or not {*piece.text} <= _PLAIN:
+            return list(pieces[:length])
+    return list(pieces)

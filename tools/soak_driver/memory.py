@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the memory of a server's processes stays flat."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+MIB = 1 << 20
+#: How far a process may grow from the end of the warm-up to the end of the soak, along a
+#: straight line through all samples. Over 30 minutes that is less than 1 MiB a minute.
+MAX_GROWTH = 24 * MIB
+#: Share of the soak that is warm-up, and its limit in seconds.
+WARM_UP = (0.3, 180.0)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the memory of a process went after the warm-up; all in bytes."""
+
+    process: str
+    num_samples: int
+    first: int
+    last: int
+    peak: int
+    per_minute: float
+    #: Along the fitted line.
+    total: float
+
+
+class MemoryWatch:
+    """Samples the resident memory of a server's processes.
+
+    Args:
+        processes: The API server first, then those that it has started. vLLM gives names to
+            its own; others, such as Python's resource tracker, are left out.
+    """
+
+    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        self._processes = {"API server": processes[0]}
+        for process in processes[1:]:
+            if process.name().startswith("VLLM::"):
+                self._processes[process.name().removeprefix("VLLM::")] = process
+        self._samples: dict[str, list[tuple[float, int]]] = {n: [] for n in self._processes}
+
+    def sample(self) -> None:
+        """Take one sample of each process that still runs."""
+        now = time.monotonic()
+        for name, process in self._processes.items():
+            with suppress(psutil.NoSuchProcess):
+                self._samples[name].append((now, process.memory_info().rss))
+
+    def growths(self) -> list[Growth]:
+        return [growth_of(name, samples) for name, samples in self._samples.items()]
+
+
+def growth_of(process: str, samples: Sequence[tuple[float, int]]) -> Growth:
+    """Fit a line through the samples (seconds, bytes) after the warm-up.
+
+    Raises:
+        ValueError: fewer than three samples are left.
+    """
+    start, end = samples[0][0], samples[-1][0]
+    share, limit = WARM_UP
+    after = start + min(share * (end - start), limit)
+    kept = [(at, size) for at, size in samples if at >= after]
+    if len(kept) < 3:
+        raise ValueError(f"{len(kept)} samples of {process} are too few")
+    times, sizes = [at for at, _ in kept], [size for _, size in kept]
+    slope = statistics.linear_regression(times, sizes).slope
+    return Growth(
+        process=process,
+        num_samples=len(kept),
+        first=sizes[0],
+        last=sizes[-1],
+        peak=max(sizes),
+        per_minute=slope * 60,
+        total=slope * (times[-1] - times[0]),
+    )
