@@ -145,21 +145,29 @@ class Attention:
         ends = step.ends
         lows = tables.rule.first_read(step.starts)
         first = lows // size
-        width = int(((ends - 1) // size - first).max()) + 1
-        columns = first[:, None] + np.arange(width)
-        request = np.arange(len(ends))[:, None]
-        blocks = captured[:, request, np.minimum(columns, captured.shape[2] - 1)]
-        held = self.memory.read(blocks, size)
-        held ^= tables.group_marks[:, None, None, None]
         identities = self.sequences.identities
         by_block = identities.reshape(len(identities), -1, size)
-        own = by_block[step.rows[:, None], np.minimum(columns, by_block.shape[1] - 1)]
-        positions = columns[:, :, None] * size + np.arange(size)
-        read = positions >= lows[:, None, None]
-        read &= positions < ends[:, None, None]
+        if first.any():
+            width = int(((ends - 1) // size - first).max()) + 1
+            columns = first[:, None] + np.arange(width)
+            request = np.arange(len(ends))[:, None]
+            blocks = captured[:, request, np.minimum(columns, captured.shape[2] - 1)]
+            own = by_block[step.rows[:, None], np.minimum(columns, by_block.shape[1] - 1)]
+        else:
+            # All read from their first block on, as in full attention: no need to gather.
+            width = (int(ends.max()) - 1) // size + 1
+            columns = np.arange(width)[None, :]
+            blocks = captured[:, :, :width]
+            own = by_block[step.rows, :width]
+        held = self.memory.read(blocks, size)
+        held ^= tables.group_marks[:, None, None, None]
         wrong = held != own
-        wrong &= read
+        positions = columns[:, :, None] * size + np.arange(size)
+        wrong &= positions < ends[:, None, None]
+        if lows.any():
+            wrong &= positions >= lows[:, None, None]
         if wrong.any():
+            positions = np.broadcast_to(positions, wrong.shape[1:])
             raise ReadFault(self._describe(step, tables, blocks, positions, wrong))
         global _total_reads
         num_reads = int((ends - lows).sum()) * len(tables.group_ids)

@@ -49,6 +49,9 @@ class DeviceMemory:
 
     def read(self, blocks: np.ndarray, block_size: int) -> np.ndarray:
         """Slots of blocks, ``[*blocks.shape, block_size]``."""
+        if block_size == self.slots.shape[1]:
+            # The same, but faster.
+            return self.slots.take(blocks, axis=0)
         return self.slots[:, :block_size][blocks]
 
     def erase(self, blocks: list[int] | None = None) -> None:

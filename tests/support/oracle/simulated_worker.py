@@ -246,17 +246,17 @@ class SimulatedWorker:
 
     def _check_positions(self, step: Step, num_drafts: list[int] | int) -> None:
         """All scheduled positions must have tokens and slots."""
-        available = self.sequences.known[step.rows] + num_drafts
-        excess = np.maximum(step.ends - available, step.ends - self.max_model_len)
-        if excess.max() > 0:
-            i = int(np.argmax(excess))
+        ends = step.ends
+        available = np.minimum(self.sequences.known[step.rows] + num_drafts, self.max_model_len)
+        if (ends > available).any():
+            i = int(np.argmax(ends - available))
             raise ProtocolFault(
                 f"step {step.index}: {step.requests[i].req_id} is scheduled up to token "
-                f"{step.ends[i]}; it has {available[i]}, at most {self.max_model_len} are allowed"
+                f"{ends[i]}; it has {available[i]}, at most {self.max_model_len} are allowed"
             )
-        self.attention.check_slots(
-            step, np.minimum(step.ends + self.num_lookahead_tokens, self.max_model_len)
-        )
+        if self.num_lookahead_tokens:
+            ends = np.minimum(ends + self.num_lookahead_tokens, self.max_model_len)
+        self.attention.check_slots(step, ends)
 
     def _sample(self, step: Step) -> list[list[int]]:
         """A token for each request; none for one whose prompt is not done."""

@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
 
-NUM_EXAMPLES = int(os.environ.get("ORACLE_EXAMPLES", "40"))
+NUM_EXAMPLES = int(os.environ.get("ORACLE_EXAMPLES", "30"))
 
 _settings = settings(
     max_examples=NUM_EXAMPLES,
@@ -51,7 +51,7 @@ def test_a_long_life(manager_cls: Any) -> None:
     config = OracleSettings(
         async_scheduling=True, steps_in_flight=1, max_num_batched_tokens=100, vocab_size=256
     )
-    operations = random_operations(random.Random(0), 1200, config.max_model_len)
+    operations = random_operations(random.Random(0), 800, config.max_model_len)
     kinds = (Full(), Sliding(40, 16, 5))
     engine = run_case(manager_cls, Case(kinds, tuple(operations), config, extra_blocks=90))
     assert engine.tokens_from_cache > 1000
