@@ -122,9 +122,10 @@ def apply(engine: OracleEngine, operation: Operation) -> None:
         case Add():
             _add(engine, operation, req_ids)
         case Run(steps, abort):
-            for i in range(steps):
-                last = i == steps - 1 and abort is not None and req_ids
-                engine.step([req_ids[abort % len(req_ids)]] if last else ())
+            for _ in range(steps - 1):
+                engine.step()
+            victims = [] if abort is None or not req_ids else [req_ids[abort % len(req_ids)]]
+            engine.step(abort_before_output=victims)
         case Abort(request):
             if req_ids:
                 engine.abort(req_ids[request % len(req_ids)])

@@ -40,7 +40,7 @@ PIPELINES = {
 }
 
 
-@pytest.fixture(params=PIPELINES.values(), ids=PIPELINES.keys())
+@pytest.fixture(params=list(PIPELINES.values()), ids=list(PIPELINES))
 def pipeline(request: pytest.FixtureRequest) -> OracleSettings:
     return request.param
 
