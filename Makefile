@@ -35,4 +35,4 @@ lock: ## Resolve requirements/cpu.in anew; takes minutes
 clean: ## Remove what was built, but not .venv nor converted models
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f vllm/v1/core/hybrid/_core.*.so
-	find vllm tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
