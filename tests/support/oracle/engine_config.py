@@ -11,6 +11,8 @@ from pathlib import Path
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.v1.structured_output import StructuredOutputManager
 
+from .short_repr import ShortRepr
+
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -25,8 +27,8 @@ _MODEL = {
 }
 
 
-@dataclass(frozen=True)
-class OracleSettings:
+@dataclass(frozen=True, repr=False)
+class OracleSettings(ShortRepr):
     """How the scheduler and the simulated worker run.
 
     ``steps_in_flight`` steps have been scheduled, and their outputs not been received, when

@@ -17,14 +17,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from .short_repr import ShortRepr
+
 
 def _heads(half_precision: bool) -> dict[str, Any]:
     dtype = torch.float16 if half_precision else torch.float32
     return {"num_kv_heads": 1, "head_size": 64, "dtype": dtype}
 
 
-@dataclass(frozen=True)
-class Full:
+@dataclass(frozen=True, repr=False)
+class Full(ShortRepr):
     """Full attention."""
 
     block_size: int = 16
@@ -39,8 +41,8 @@ class Full:
         return -(-max_model_len // self.block_size)
 
 
-@dataclass(frozen=True)
-class Sliding:
+@dataclass(frozen=True, repr=False)
+class Sliding(ShortRepr):
     """Sliding-window attention."""
 
     window: int
@@ -58,8 +60,8 @@ class Sliding:
         return self.spec().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
 
 
-@dataclass(frozen=True)
-class Chunked:
+@dataclass(frozen=True, repr=False)
+class Chunked(ShortRepr):
     """Chunked local attention."""
 
     chunk: int

@@ -7,31 +7,21 @@ a program: ``run_case(KVCacheManager, <printed case>)``.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 from .engine import OracleEngine
 from .engine_config import OracleSettings
 from .identity import MultiModalItem, hash64
 from .models import AttentionKind, Full, make_kv_cache_config, smallest_pool
+from .short_repr import ShortRepr
 
 _PLACEHOLDER = 3
-
-
-class _ShortRepr:
-    """Leaves defaults out of the `repr` of a dataclass."""
-
-    def __repr__(self) -> str:
-        changed = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields(self)  # type: ignore[arg-type]
-            if getattr(self, f.name) != f.default
-        ]
-        return f"{type(self).__name__}({', '.join(changed)})"
+_DEFAULTS = OracleSettings()
 
 
 @dataclass(frozen=True, repr=False)
-class Add(_ShortRepr):
+class Add(ShortRepr):
     """Add a request.
 
     Its prompt is the first ``shared`` tokens of an earlier request's text, then ``tail``
@@ -54,7 +44,7 @@ class Add(_ShortRepr):
 
 
 @dataclass(frozen=True, repr=False)
-class Run(_ShortRepr):
+class Run(ShortRepr):
     """Run steps; abort a request while the device works on the last of them."""
 
     steps: int = 1
@@ -62,14 +52,14 @@ class Run(_ShortRepr):
 
 
 @dataclass(frozen=True, repr=False)
-class Abort(_ShortRepr):
+class Abort(ShortRepr):
     """Abort a request between steps."""
 
     request: int = 0
 
 
 @dataclass(frozen=True, repr=False)
-class Reset(_ShortRepr):
+class Reset(ShortRepr):
     """Reset the prefix cache."""
 
     running: bool = False
@@ -79,7 +69,7 @@ Operation = Add | Run | Abort | Reset
 
 
 @dataclass(frozen=True, repr=False)
-class Case(_ShortRepr):
+class Case(ShortRepr):
     """A model, its pool, how it is served, and what happens.
 
     The pool holds one request of the greatest length and ``extra_blocks`` more blocks.
@@ -87,7 +77,7 @@ class Case(_ShortRepr):
 
     kinds: tuple[AttentionKind, ...] = (Full(),)
     operations: tuple[Operation, ...] = ()
-    settings: OracleSettings = field(default_factory=OracleSettings)
+    settings: OracleSettings = _DEFAULTS
     extra_blocks: int = 0
     retention_interval: int | None = None
     shuffle_groups: int | None = None
