@@ -27,7 +27,7 @@ types: setup ## Check types
 	@$(VENV_PYTHON) -m mypy
 
 docs: setup ## Build the documentation into site/
-	@$(VENV_PYTHON) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 lock: ## Resolve requirements/cpu.in anew; takes minutes
 	@$(PYTHON) tools/lock.py

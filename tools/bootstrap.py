@@ -147,7 +147,8 @@ def make_venv() -> None:
 
 def pip_install(what: str, *arguments: str) -> None:
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    command = [str(VENV_PYTHON), "-m", "pip", "--log", str(PIP_LOG), "install", *arguments]
+    command = [str(VENV_PYTHON), "-m", "pip", "--log", str(PIP_LOG), "install"]
+    command += ["--retries", "10", *arguments]  # pip's own 5 are over within seconds
     if subprocess.run(command, cwd=ROOT, env=environment).returncode != 0:
         raise Problem(f"pip could not install {what}; its log is {PIP_LOG}.")
 
