@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve Gemma 3 270M with vLLM's OpenAI-compatible server; `make serve` runs this.
+
+    python tools/serve.py [--port 8000] [--model gemma3-270m|tiny] [vLLM's own options ...]
+
+The model is converted first if it is missing. What stands in the way is said in one line
+before anything is loaded. That the fork manages the KV cache is not this program's doing: it
+is installed as a plugin of vLLM.
+"""
+
+import argparse
+import importlib.util
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import checkpoints
+from checkpoint_makers.store import CheckpointError, require_memory
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = "8000"
+KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+DEFAULT_KV_CACHE_GIB = "1"
+GIB = 1 << 30
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class ServeError(RuntimeError):
+    """The server cannot be started; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    checkpoint: Callable[[], Path]
+    name: str
+    #: Bytes that the server's processes take besides the KV cache.
+    memory: int
+    prompt: str
+    arguments: tuple[str, ...] = ()
+
+
+MODELS = {
+    "gemma3-270m": ServedModel(
+        checkpoints.gemma3_270m, "gemma-3-270m", 5 * GIB, "Water freezes at a temperature of"
+    ),
+    "tiny": ServedModel(
+        checkpoints.tiny_gemma3, "tiny-gemma3", 2 * GIB, "Hello", ("--dtype", "float32")
+    ),
+}
+
+
+def parse_port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise ServeError(f"the port is {text!r}; accepted are 1 to 65535")
+    return int(text)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and what is left for vLLM."""
+    parser = argparse.ArgumentParser(
+        description="Serve a model with vLLM's OpenAI-compatible server.",
+        epilog="All other options go to vLLM's server as they are, as in `vllm serve`.",
+        # An abbreviation of ours could be meant as an option of vLLM's.
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=MODELS, default="gemma3-270m")
+    parser.add_argument("--host", default=DEFAULT_HOST, help=f"address (default {DEFAULT_HOST})")
+    parser.add_argument(
+        "--port",
+        default=os.environ.get("PORT") or DEFAULT_PORT,
+        help=f"default: $PORT, or {DEFAULT_PORT}",
+    )
+    return parser.parse_known_args(arguments)
+
+
+def check_vllm() -> None:
+    spec = importlib.util.find_spec("vllm")
+    # A bare folder of that name, such as the one in this repository, has no origin.
+    if spec is None or spec.origin is None:
+        raise ServeError("vLLM is not installed in this Python environment; `make setup` does it")
+
+
+def check_port(host: str, port: int) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As servers do: connections that have just been closed do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ServeError(
+            f"cannot listen on port {port} of {host} ({error.strerror or error}); "
+            f'choose another one, as in: make serve SERVE_ARGS="--port {port % 65535 + 1}"'
+        ) from error
+
+
+def kv_cache_bytes(environment: Mapping[str, str]) -> int:
+    text = environment[KV_CACHE_VARIABLE]
+    if not (text.isascii() and text.isdigit()):
+        raise ServeError(f"{KV_CACHE_VARIABLE} is {text!r}; accepted is a whole number of GiB")
+    return int(text) * GIB
+
+
+def server_environment() -> dict[str, str]:
+    defaults = {
+        KV_CACHE_VARIABLE: DEFAULT_KV_CACHE_GIB,
+        # The model is a folder here; nothing is to be asked of a hub.
+        "HF_HUB_OFFLINE": "1",
+    }
+    return defaults | os.environ
+
+
+def server_command(
+    model: ServedModel, folder: Path, host: str, port: int, more: Sequence[str]
+) -> list[str]:
+    # Not `vllm serve`: that command asks for the version of a package called `vllm`, and ends
+    # in a traceback where vLLM was installed as `vllm-cpu`. The server is the same.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", model.name, "--host", host, "--port", str(port)]
+    # Compiling the model would take minutes on a small machine, and more memory. What the user
+    # gives comes last, and so replaces what is given here.
+    return [*command, "--max-model-len", "4096", "--enforce-eager", *model.arguments, *more]
+
+
+def greeting(model: ServedModel, url: str) -> str:
+    body = f'{{"model": "{model.name}", "prompt": "{model.prompt}", "max_tokens": 16}}'
+    curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"\n{model.name} is ready at {url}/v1 (Ctrl-C ends it). Try:\n\n  {curl}\n"
+
+
+def say_when_ready(url: str, text: str, server: "subprocess.Popen[bytes]") -> None:
+    """Wait until the server answers, and print `text`; give up when the server has ended."""
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                print(text, flush=True)
+                return
+        except OSError:
+            time.sleep(0.5)
+
+
+def run_server(command: list[str], environment: dict[str, str], url: str, text: str) -> int:
+    """Run the server until it ends or is told to, and return our exit status.
+
+    Ctrl-C ends it in an orderly way, a second one at once.
+    """
+    # In a process group of its own: a terminal's Ctrl-C would reach each of its processes, and
+    # the first ones to go would make the others report errors.
+    server = subprocess.Popen(command, env=environment, process_group=0)
+    received: list[int] = []
+
+    def end_server(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if server.poll() is not None:
+            return
+        if len(received) == 1:
+            # Not SIGINT: while the server still loads, that gives a traceback.
+            server.terminate()
+        else:
+            os.killpg(server.pid, signal.SIGKILL)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end_server)
+    threading.Thread(target=say_when_ready, args=(url, text, server), daemon=True).start()
+    status = server.wait()
+    if status and received:
+        return 128 + received[0]
+    # A negative status is the signal that killed it.
+    return status if status >= 0 else 128 - status
+
+
+def serve(arguments: Sequence[str] | None) -> int:
+    options, more = parse_arguments(arguments)
+    model = MODELS[options.model]
+    host, port = options.host, parse_port(options.port)
+    environment = server_environment()
+    check_vllm()
+    check_port(host, port)
+    require_memory(model.memory + kv_cache_bytes(environment), f"to serve {model.name}")
+    folder = model.checkpoint()
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    print(f"Loading {model.name} from {folder}", flush=True)
+    command = server_command(model, folder, host, port, more)
+    return run_server(command, environment, url, greeting(model, url))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        return serve(arguments)
+    except (ServeError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
