@@ -285,6 +285,7 @@ def test_activation_says_what_is_in_the_way(monkeypatch):
 def test_help(arguments, capsys):
     from vllm.v1.core.hybrid.__main__ import main
 
+    status: object
     try:
         status = main(arguments)
     except SystemExit as end:

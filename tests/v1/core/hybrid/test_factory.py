@@ -2,6 +2,7 @@
 """The factory: which manager it builds, and the one line it logs about it."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -142,10 +143,11 @@ def test_the_scheduler_tells_the_factory_its_engine(monkeypatch):
     with plugin_state_restored():
         plugin.activate()
         first, second = SimpleNamespace(), SimpleNamespace()
-        scheduler.Scheduler(first, "positional")
-        scheduler.Scheduler(vllm_config=second, kv_cache_config="keyword")
+        build: Callable[..., object] = scheduler.Scheduler
+        build(first, "positional")
+        build(vllm_config=second, kv_cache_config="keyword")
         with pytest.raises(ValueError):
-            scheduler.Scheduler(first, "fail")
+            build(first, "fail")
     assert seen == [
         (first, first, "positional"),
         (second, second, "keyword"),

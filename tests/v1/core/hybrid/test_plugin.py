@@ -78,13 +78,16 @@ def test_it_can_be_activated_again():
     assert scheduler.KVCacheManager is create_kv_cache_manager
 
 
+class OtherManager(BaseKVCacheManager):
+    """Another plugin's."""
+
+
 def test_what_somebody_else_put_over_ours_stays():
     plugin.activate()
-    other = object()
-    scheduler.KVCacheManager = other
+    scheduler.KVCacheManager = OtherManager
     try:
         plugin.deactivate()
-        assert scheduler.KVCacheManager is other
+        assert scheduler.KVCacheManager is OtherManager
     finally:
         scheduler.KVCacheManager = BaseKVCacheManager
 
@@ -151,11 +154,10 @@ def test_without_the_native_core_it_warns_and_changes_nothing(monkeypatch, base,
 
 
 def test_another_plugins_manager_is_left_alone(monkeypatch, log):
-    other = type("OtherManager", (BaseKVCacheManager,), {})
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "KVCacheManager", other)
+        patch.setattr(scheduler, "KVCacheManager", OtherManager)
         plugin.activate()
-        assert scheduler.KVCacheManager is other
+        assert scheduler.KVCacheManager is OtherManager
     assert not plugin.is_active()
     assert "another plugin has replaced the scheduler's KVCacheManager" in log[0].getMessage()
 
