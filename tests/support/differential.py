@@ -49,6 +49,10 @@ class Totals:
     hits: list[int] = field(default_factory=lambda: [0, 0])
     junctions: list[int] = field(default_factory=lambda: [0, 0])
     hit_tokens: list[int] = field(default_factory=lambda: [0, 0])
+    # Programs in which this side's hit was longer when hits differed for the first time.
+    # Later ones compare nothing: a longer hit needs more blocks at once, so it may
+    # not be admitted where a shorter one is, and then the two serve different requests.
+    first_longer: list[int] = field(default_factory=lambda: [0, 0])
     evictions: list[int] = field(default_factory=lambda: [0, 0])
     preemptions: list[int] = field(default_factory=lambda: [0, 0])
     slots_checked: list[int] = field(default_factory=lambda: [0, 0])
@@ -74,7 +78,8 @@ class Totals:
                 f"  {name}: {self.hits[side]:,} hits, {self.hit_tokens[side]:,} hit tokens, "
                 f"{self.junctions[side]:,} junctions, {self.evictions[side]:,} evicted blocks, "
                 f"{self.preemptions[side]:,} preemptions, "
-                f"{self.slots_checked[side]:,} slots checked"
+                f"{self.slots_checked[side]:,} slots checked; longer hit at the first "
+                f"lookup that differs in {self.first_longer[side]:,} programs"
             )
         return "\n".join(lines)
 
@@ -161,6 +166,11 @@ def run_program(
         both(op, lambda driver, op=op: driver.apply(op))
     both(("wind_down",), lambda driver: driver.wind_down())
     totals.hits = [driver.num_hits for driver in drivers]
+    for one, other in zip(*(driver.lookups for driver in drivers), strict=False):
+        if one != other:
+            if one[:2] == other[:2]:
+                totals.first_longer[other[2] > one[2]] += 1
+            break
     totals.junctions = [driver.num_junctions for driver in drivers]
     totals.hit_tokens = [driver.hit_tokens for driver in drivers]
     totals.evictions = [count() for count in evicted]

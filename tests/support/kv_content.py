@@ -62,8 +62,8 @@ class KVContent:
                 raise Unsafe(f"group {group}: {len(table)} blocks for a hit of {hit_length} tokens")
             first = 0 if kind.reach is None else max(0, hit_length - kind.reach + 1)
             self._check(group, table, identities, first, hit_length, "hits")
-            for index, block_id in enumerate(table):
-                if block_id:
+            for index in range(first // size):
+                if table[index]:
                     span = index * size, (index + 1) * size
                     self._check(group, table, identities, *span, "hits")
 
@@ -79,21 +79,25 @@ class KVContent:
         size = self.groups[group].block_size
         if end > len(table) * size:
             raise Unsafe(f"group {group} {verb} token {end - 1} but has {len(table)} blocks")
+        blocks = self._blocks
         for index in range(start // size, -(-end // size)):
             block_id = table[index]
-            if block_id == 0:
-                raise Unsafe(f"group {group} {verb} block {index}, which is null")
-            writer = self._blocks.get(block_id)
-            if writer is None or writer[:2] != (group, index):
+            writer = blocks.get(block_id)
+            if writer is None or writer[0] != group or writer[1] != index:
+                if block_id == 0:
+                    raise Unsafe(f"group {group} {verb} block {index}, which is null")
                 raise Unsafe(
                     f"group {group} {verb} block {index} as id {block_id}, which was "
                     f"written by {writer and f'group {writer[0]} as block {writer[1]}'}"
                 )
             offset = index * size
-            first, last = max(start, offset), min(end, offset + size)
-            if writer[2][first - offset : last - offset] != identities[first:last]:
+            held, expected = writer[2], identities[offset : offset + size]
+            if offset < start or offset + size > end:
+                span = slice(max(start - offset, 0), min(end - offset, size))
+                held, expected = held[span], expected[span]
+            if held != expected:
                 raise Unsafe(
                     f"group {group} {verb} block {index} as id {block_id}, which holds another "
-                    f"prefix somewhere in tokens {first} to {last}"
+                    f"prefix somewhere in tokens {offset} to {offset + size}"
                 )
-            self.num_slots_checked += last - first
+        self.num_slots_checked += max(end - start, 0)

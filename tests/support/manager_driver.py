@@ -23,7 +23,6 @@ class ManagerDriver(ManagerModel):
     def apply(self, op: Op) -> Observation:
         """Perform ``op`` and return all that it shows; ``{"skipped": ...}`` if it finds nothing."""
         seen = getattr(self, f"op_{op[0]}")(*op[1:])
-        self.num_calls += 1
         return seen | self.audit()
 
     # ---------------------------------------------------------------- scheduling
@@ -56,6 +55,7 @@ class ManagerDriver(ManagerModel):
             blocks, hit, boundary = self.look_up(live)
             request.shared_prefix_boundary = boundary
             seen |= {"hit": hit, "boundary": boundary}
+            self.lookups.append((live.request_id, request.num_tokens, hit))
             computed = hit
         else:
             blocks, hit, boundary = self.manager.empty_kv_cache_blocks, 0, 0
@@ -265,18 +265,25 @@ class ManagerDriver(ManagerModel):
         return {"reset": self.manager.reset_prefix_cache()}
 
     def op_session(self, pick: int, plan: int) -> Observation:
-        """A streaming session's turn ends and its next input arrives; its blocks stay."""
-        ready = [
-            live
-            for live in self.running
-            if live.request.num_output_tokens and (self.max_steps > 1 or not live.steps)
-        ]
+        """A streaming session's turn ends with the next output, and its next input arrives.
+
+        The request keeps its blocks. As in base, the turn ends while an output is processed:
+        a step scheduled after that output could have cached the token that is dropped.
+        """
+        ready = [live for live in self.running if not live.request.is_prefill_chunk]
         if not ready:
             return {"skipped": "session"}
         live = ready[pick % len(ready)]
         request, path = live.request, self.plans[plan % len(self.plans)].path
         num_new = sum(length for _, length in path)
-        if request.num_tokens + num_new >= self.setup.max_model_len:
+        if request.num_tokens + 1 + num_new >= self.setup.max_model_len:
+            return {"skipped": "session"}
+        if not any(step.samples for step in live.steps) and self.num_runnable(live) > 0:
+            self.run(live, 1)
+        num_outputs = request.num_output_tokens
+        while live in self.running and live.steps and request.num_output_tokens == num_outputs:
+            self.process(live)
+        if live not in self.running or request.num_output_tokens == num_outputs:
             return {"skipped": "session"}
         request.num_computed_tokens -= request.num_output_placeholders
         self.make_stale(live, drop=True)

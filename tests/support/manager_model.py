@@ -48,7 +48,8 @@ class ManagerModel:
         # Popped with pop_blocks_for_free, not yet returned: the blocks, their ids.
         self.deferred: list[tuple[list[Any], set[int]]] = []
         self.num_requests = 0
-        self.num_calls = 0
+        # Of each admission that was tried: request, its tokens, the length of its hit.
+        self.lookups: list[tuple[str, int, int]] = []
         self.hit_tokens = 0
         self.num_hits = 0
         self.num_junctions = 0

@@ -319,11 +319,12 @@ def test_events(manager_class: Any) -> None:
 
 
 def test_streaming_session(manager_class: Any) -> None:
-    # Two steps in flight: when the fifth output arrives, the next token is on its way.
-    driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 30),), max_steps=2)
-    serve(driver, 0, 5)
+    # Two steps are in flight after the fourth output: those that compute tokens 63 and 64.
+    driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 30),), max_steps=3)
+    serve(driver, 0, 4)
     live = driver.running[0]
-    assert (live.request.num_tokens, live.request.num_computed_tokens) == (65, 65)
+    assert (live.request.num_tokens, live.request.num_computed_tokens) == (64, 65)
+    # The first of them ends the turn with the fifth output.
     seen = driver.apply(("session", 0, 1))
     # The last output is dropped, the four before it become part of the prompt.
     assert (live.request.num_computed_tokens, seen["num_tokens"]) == (64, 94)
