@@ -153,7 +153,12 @@ class ManagerDriver(ManagerModel):
     def op_step(self, budget: int) -> Observation:
         """A whole step: running requests, then waiting ones in order, then due outputs."""
         self.manager.new_step_starts()
-        seen: Observation = {"steps": []}
+        # What the scheduler drains each step, of features that are not in use.
+        seen: Observation = {
+            "copies": self.manager.take_kv_cache_block_copies(),
+            "offloads": self.manager.take_boundary_state_offloads(),
+            "steps": [],
+        }
         budget = max(1, min(budget, self.setup.max_chunk))
         preempted = False
         for live in list(self.running):
@@ -316,6 +321,7 @@ class ManagerDriver(ManagerModel):
             return {"skipped": "look_up"}
         live = ready[pick % len(ready)]
         blocks, hit, boundary = self.look_up(live)
+        for_connector = self.manager.get_computed_blocks_for_connector(live.request)
         shorter = min(cut * self.setup.scheduler_block_size, hit)
         view = self.manager.truncate_computed_blocks(blocks, shorter) if hit else blocks
         ids = blocks.get_block_ids()
@@ -326,6 +332,7 @@ class ManagerDriver(ManagerModel):
             "request": live.request_id,
             "hit": hit,
             "boundary": boundary,
+            "for_connector": (self.block_counts(for_connector[0]), *for_connector[1:]),
             "hit_nulls": [[i for i, block_id in enumerate(t) if not block_id] for t in ids],
             "truncated": self.block_counts(view),
             "enabled": self.manager.prefix_cache_lookup_enabled(live.request),

@@ -283,6 +283,13 @@ def test_steps_in_flight_hold_their_window(manager_class: Any) -> None:
     assert nulls(2) == []
 
 
+def test_a_step_must_have_something_to_do(manager_class: Any) -> None:
+    driver = drive(manager_class, GEMMA, ((0, 100),))
+    serve(driver, 0, 1)
+    with pytest.raises(ValueError, match="num_new_tokens"):
+        driver.manager.allocate_slots(driver.running[0].request, 0)
+
+
 def test_events(manager_class: Any) -> None:
     kinds = (full(4), sliding(5, 4, 2))
     plan = RequestPlan(((0, 10),), salt="s", lora=3)
