@@ -75,6 +75,7 @@ def _random_case(seed: int) -> Case:
         policy=rng.choice(("fcfs", "priority")),
         watermark=rng.choice((0.0, 0.0, 0.1)),
         enable_prefix_caching=rng.random() < 0.9,
+        long_prefill_token_threshold=rng.choice((0, 0, 5, 30)),
         reserve_full_sequence=rng.random() < 0.8,
         model_runner_v2=rng.random() < 0.3,
         vocab_size=256,
