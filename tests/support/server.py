@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # What else is in the environment must not end up in the log as colours.
+    # The log is read by tests.
     "NO_COLOR": "1",
 }
 
@@ -151,7 +151,7 @@ class Server:
         process = psutil.Process(self._process.pid)
         return [process, *process.children(recursive=True)]
 
-    def wait_until_healthy(self, timeout: float = 300) -> Self:
+    def wait_until_healthy(self, timeout: float = 500) -> Self:
         """Wait until the server answers.
 
         Raises:
@@ -160,7 +160,7 @@ class Server:
         self.wait_for(self.is_healthy, bool, timeout)
         return self
 
-    def wait_until_ended(self, timeout: float = 300) -> int:
+    def wait_until_ended(self, timeout: float = 500) -> int:
         """Wait until the server has ended by itself, and return its exit status."""
         self._expected_to_end = True
         try:

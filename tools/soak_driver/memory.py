@@ -5,16 +5,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
 MIB = 1 << 20
 #: How far a process may grow from the end of the warm-up to the end of the soak, along a
-#: straight line through all samples. Over 30 minutes that is less than 1 MiB a minute.
-MAX_GROWTH = 24 * MIB
+#: straight line through all samples. Over 30 minutes that is 0.3 MiB a minute.
+MAX_GROWTH = 8 * MIB
 #: Share of the soak that is warm-up, and its limit in seconds.
-WARM_UP = (0.3, 180.0)
+WARM_UP = (0.4, 180.0)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Growth:
     per_minute: float
     #: Along the fitted line.
     total: float
+    #: All samples, the warm-up's too: seconds since the first, and bytes.
+    samples: Sequence[tuple[float, int]] = field(repr=False)
 
 
 class MemoryWatch:
@@ -79,4 +81,5 @@ def growth_of(process: str, samples: Sequence[tuple[float, int]]) -> Growth:
         peak=max(sizes),
         per_minute=slope * 60,
         total=slope * (times[-1] - times[0]),
+        samples=[(round(at - start, 1), size) for at, size in samples],
     )
