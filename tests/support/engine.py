@@ -40,9 +40,11 @@ ENVIRONMENT = {
 #: Of every engine; a job's own arguments come on top.
 ENGINE_ARGS: dict[str, Any] = {
     "enforce_eager": True,
+    # Sums in another order then hardly matter, as in batches that are put together otherwise.
+    "dtype": "float32",
     "max_model_len": 1024,
     "max_num_seqs": 8,
-    "block_size": 16,
+    "block_size": 32,  # The smallest that attention on CPUs takes.
     "kv_cache_memory_bytes": 64 << 20,
     "disable_log_stats": False,
     # Ignored when the fork is off, as any other plugin's options are.
@@ -122,26 +124,16 @@ class EngineResult:
 
 
 class EngineProcess:
-    """A process that runs engines, one job after another; a context manager."""
+    """A process that runs engines, one job after another; a context manager.
+
+    It starts with its first job, and anew with the next job after one that failed.
+    """
 
     def __init__(self, *, fork: bool, environment: Mapping[str, str] | None = None) -> None:
-        self.fork = fork
+        self._environment = ENVIRONMENT | {"VLLM_HYBRID_KV": "1" if fork else "0"}
+        self._environment |= environment or {}
         self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log")  # noqa: SIM115
-        jobs_out, self._jobs = os.pipe()
-        self._results, results_in = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(jobs_out), str(results_in)],
-            env=os.environ
-            | ENVIRONMENT
-            | {"VLLM_HYBRID_KV": "1" if fork else "0"}
-            | (environment or {}),
-            pass_fds=(jobs_out, results_in),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-        os.close(jobs_out)
-        os.close(results_in)
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(
         self,
@@ -150,7 +142,9 @@ class EngineProcess:
         texts: Sequence[str] = (),
         **engine_args: Any,
     ) -> Callable[[], EngineResult]:
-        """Begin a job. Call what is returned to wait for its result."""
+        """Begin a job. Call what is returned to wait for its result, before the next job."""
+        if self._process is None:
+            self._spawn()
         job = {
             "model": str(model),
             "args": ENGINE_ARGS | engine_args,
@@ -158,43 +152,67 @@ class EngineProcess:
             "texts": list(texts),
         }
         log_start = os.path.getsize(self._log.name)
-        os.write(self._jobs, json.dumps(job).encode() + b"\n")
+        self._jobs.write(json.dumps(job).encode() + b"\n")
+        self._jobs.flush()
         return lambda: self._finish(log_start)
 
     def run(self, model: Path, rounds: Sequence[Round] = (), **kwargs: Any) -> EngineResult:
         return self.start(model, rounds, **kwargs)()
 
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._jobs.close()  # The worker ends when there are no more jobs.
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._results.close()
+        self._process = None
+
+    def _spawn(self) -> None:
+        jobs_out, jobs_in = os.pipe()
+        results_out, results_in = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER), str(jobs_out), str(results_in)],
+            env=os.environ | self._environment,
+            pass_fds=(jobs_out, results_in),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        os.close(jobs_out)
+        os.close(results_in)
+        self._jobs, self._results = os.fdopen(jobs_in, "wb"), os.fdopen(results_out, "rb")
+
     def _finish(self, log_start: int) -> EngineResult:
-        line = self._read_line()
+        try:
+            line = self._results.readline()
+        except BaseException:
+            # A result that nobody waits for must not be taken for the next job's.
+            self._process.kill()
+            self.stop()
+            raise
+        if not line:
+            self.stop()  # Its traceback is in the log once it has ended.
         log = Path(self._log.name).read_bytes()[log_start:].decode(errors="replace")
-        result = json.loads(line) if line else {"error": "the engine's process died"}
-        if "error" in result:
-            pytest.fail(f"{result['error']}\nEnd of the engine's log:\n{log[-6000:]}")
+        if not line:
+            pytest.fail(f"The engine's process died. The end of its log:\n{log[-8000:]}")
+        result = json.loads(line)
         rounds = [RoundResult(**r) for r in result.pop("rounds")]
         return EngineResult(rounds=rounds, log=log, **result)
-
-    def _read_line(self) -> bytes:
-        line = b""
-        while not line.endswith(b"\n") and (part := os.read(self._results, 1 << 16)):
-            line += part
-        return line
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._jobs)  # The worker ends when there are no more jobs.
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._results)
+        self.stop()
         self._log.close()
 
 
 class EnginePair:
-    """An engine process with the fork on and one with it off, for the same jobs."""
+    """An engine process with the fork off and one with it on, for the same jobs."""
 
     def __init__(self, base: EngineProcess, fork: EngineProcess) -> None:
         self.base, self.fork = base, fork
@@ -207,11 +225,27 @@ class EnginePair:
         Verifies that the one was base's and the other the fork's, and that the fork's
         bookkeeping was checked in every step.
         """
-        waits = [process.start(model, rounds, **kwargs) for process in (self.base, self.fork)]
-        base, fork = (wait() for wait in waits)
-        assert_base_ran(base)
-        assert_fork_ran(fork)
+        base, fork = self.run_unverified(model, rounds, **kwargs)
+        verify_pair(base, fork)
         return base, fork
+
+    def run_unverified(
+        self, model: Path, rounds: Sequence[Round], **kwargs: Any
+    ) -> tuple[EngineResult, EngineResult]:
+        """As `run`, whichever managers ran."""
+        wait_for_base, wait_for_fork = (
+            process.start(model, rounds, **kwargs) for process in (self.base, self.fork)
+        )
+        try:
+            base = wait_for_base()
+        finally:
+            fork = wait_for_fork()
+        return base, fork
+
+
+def verify_pair(base: EngineResult, fork: EngineResult) -> None:
+    assert_base_ran(base)
+    assert_fork_ran(fork)
 
 
 def assert_base_ran(result: EngineResult) -> None:

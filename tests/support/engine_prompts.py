@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts for tests of the real engine."""
+
+import random
+from collections.abc import Sequence
+
+#: Token ids that mean something in every tokenizer that the tests use.
+ORDINARY_TOKENS = range(37, 132)
+
+FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+)
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    """Random token ids, the same for the same seed; a longer one begins with a shorter one."""
+    draw = random.Random(seed)
+    return [draw.choice(ORDINARY_TOKENS) for _ in range(length)]
+
+
+def prompts(lengths: Sequence[int], seed: int, shared: Sequence[int] = ()) -> list[list[int]]:
+    """A prompt of each length, all different after their ``shared`` beginning."""
+    return [
+        [*shared, *random_tokens(length - len(shared), seed + i)]
+        for i, length in enumerate(lengths)
+    ]
+
+
+def pass_key_prompt(key: str, num_fillers: int) -> str:
+    """A text that says a pass key, goes on about other things, and then asks for the key.
+
+    Each filler is about 24 tokens of Gemma's.
+    """
+    return (
+        f"{FILLER * 3}The pass key is {key}. Remember it. {key} is the pass key. "
+        f"{FILLER * num_fillers}What is the pass key? The pass key is"
+    )

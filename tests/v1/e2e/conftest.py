@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and models that all tests of the real engine share."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+from support.engine import EnginePair, EngineProcess
+
+#: With sliding windows of 64 tokens.
+TINY_WINDOW_MODELS: dict[str, Callable[[], Path]] = {
+    "gemma3": checkpoints.tiny_gemma3,
+    "gemma2": checkpoints.tiny_gemma2,
+    "mistral": checkpoints.tiny_mistral,
+}
+TINY_MODELS = TINY_WINDOW_MODELS | {"llama": checkpoints.tiny_llama}
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[EnginePair]:
+    """An engine process with the fork off and one with it on, for all tests."""
+    with EngineProcess(fork=False) as base, EngineProcess(fork=True) as fork:
+        yield EnginePair(base, fork)
+
+
+@pytest.fixture(params=TINY_MODELS)
+def tiny_model(request: pytest.FixtureRequest) -> Path:
+    """Each tiny model in turn."""
+    return TINY_MODELS[request.param]()
+
+
+@pytest.fixture(params=TINY_WINDOW_MODELS)
+def tiny_window_model(request: pytest.FixtureRequest) -> Path:
+    """Each tiny model that has sliding windows."""
+    return TINY_WINDOW_MODELS[request.param]()
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3() -> Path:
+    return checkpoints.tiny_gemma3()
+
+
+@pytest.fixture(scope="session")
+def gemma3_270m() -> Path:
+    """Google's Gemma 3 270M: windows of 512 tokens."""
+    return checkpoints.gemma3_270m()

