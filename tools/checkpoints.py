@@ -6,7 +6,7 @@
 prints the folder of a checkpoint, made first if it is missing. The tiny ones are random and
 take seconds; all have a byte-level tokenizer and a chat template of their own, the same for
 every one. Serve or load them with `dtype="float32"`: vLLM's `auto` would round them to
-bfloat16. They lie in `$VLLM_HYBRID_KV_CACHE`, or in `~/.cache/vllm-hybrid-kv`.
+bfloat16. They lie in `$HYBRID_KV_MODEL_CACHE`, or in `~/.cache/vllm-hybrid-kv`.
 """
 
 import argparse

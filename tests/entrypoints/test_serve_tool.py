@@ -148,7 +148,7 @@ def test_a_cache_folder_that_cannot_be_used(
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     line = refusal("--port", str(free_port))
-    assert line.startswith("error: the cache folder cannot be used: VLLM_HYBRID_KV_CACHE is '")
+    assert line.startswith("error: the cache folder cannot be used: HYBRID_KV_MODEL_CACHE is '")
 
 
 def test_the_program_itself_says_one_line_and_ends_with_1(used_port: int) -> None:

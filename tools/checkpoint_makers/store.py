@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
-CACHE_VARIABLE = "VLLM_HYBRID_KV_CACHE"
+CACHE_VARIABLE = "HYBRID_KV_MODEL_CACHE"
 DEFAULT_CACHE = "~/.cache/vllm-hybrid-kv"
 #: Written last into a finished checkpoint: what it was made from.
 MARKER_NAME = "made-from.json"
@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 def cache_dir() -> Path:
     """The folder that holds the checkpoints, created if it is missing.
 
-    It is `$VLLM_HYBRID_KV_CACHE`, or `~/.cache/vllm-hybrid-kv` where that is unset or empty.
+    It is `$HYBRID_KV_MODEL_CACHE`, or `~/.cache/vllm-hybrid-kv` where that is unset or empty.
 
     Raises:
         CheckpointError: it cannot be created, or nothing can be written in it.
