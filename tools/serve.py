@@ -10,6 +10,7 @@ is installed as a plugin of vLLM.
 
 import argparse
 import importlib.util
+import json
 import os
 import shlex
 import signal
@@ -133,7 +134,9 @@ def server_command(
 
 
 def greeting(model: ServedModel, url: str) -> str:
-    body = f'{{"model": "{model.name}", "prompt": "{model.prompt}", "max_tokens": 16}}'
+    body = json.dumps(
+        {"model": model.name, "prompt": model.prompt, "max_tokens": 16, "temperature": 0}
+    )
     curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return f"\n{model.name} is ready at {url}/v1 (Ctrl-C ends it). Try:\n\n  {curl}\n"
 
