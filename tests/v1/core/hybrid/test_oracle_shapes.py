@@ -110,3 +110,12 @@ def test_the_longest_sequence_fills_the_smallest_pool(manager_cls: Any) -> None:
         engine = run_case(manager_cls, Case(kinds, (Add(tail=200, max_tokens=500),), PLAIN))
         [submission] = engine.submissions.values()
         assert len(submission.outputs) == PLAIN.max_model_len - 200
+
+
+@pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
+def test_a_model_without_kv_cache(manager_cls: Any, settings: OracleSettings) -> None:
+    settings = replace(settings, enable_prefix_caching=False)
+    operations = (Add(tail=30, max_tokens=5), Add(tail=70, max_tokens=9))
+    engine = run_case(manager_cls, Case((), operations, settings, extra_blocks=5))
+    assert [len(s.outputs) for s in engine.submissions.values()] == [5, 9]
+    assert engine.reads_checked == 0
