@@ -76,6 +76,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
 def run_soak(options: argparse.Namespace) -> Report:
     settings = {key: value for key, value in vars(options).items() if key != "json"}
     report = Report(settings | {"fork": not options.without_fork})
@@ -206,7 +213,7 @@ class Soak:
 
     def _raise_if_down(self) -> None:
         if not self._server.is_running:
-            raise ServerError("the server has ended")
+            raise ServerError(self._server.describe("It has ended."))
 
     def _progress(self, end: float) -> str:
         tally, left = self._report.tally, max(0.0, end - time.monotonic())
@@ -217,4 +224,7 @@ class Soak:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

