@@ -126,12 +126,15 @@ def test_speculative_decoding_falls_back(engines: EnginePair) -> None:
     assert fork.total("spec_decode_num_draft_tokens") > 0
 
 
-def test_kv_connector_falls_back(engines: EnginePair) -> None:
-    base, fork = engines.run_unverified(
-        checkpoints.tiny_llama(),
-        [Round(prompts([60, 200], seed=1), max_tokens=8)],
-        kv_transfer_config={"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
-    )
+def test_kv_connector_falls_back() -> None:
+    # Processes of its own: base cannot register its CPU kernels again in one that has
+    # had other engines.
+    with EngineProcess(fork=False) as off, EngineProcess(fork=True) as on:
+        base, fork = EnginePair(off, on).run_unverified(
+            checkpoints.tiny_llama(),
+            [Round(prompts([60, 200], seed=1), max_tokens=8)],
+            kv_transfer_config={"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
+        )
 
     assert_falls_back(base, fork, "KV connector DecodeBenchConnector")
     assert_same_outputs(base, fork)

@@ -271,7 +271,7 @@ def test_kv_cache_events(engines: EnginePair, tiny_gemma3: Path) -> None:
 
 
 def test_gemma3_270m(engines: EnginePair, gemma3_270m: Path) -> None:
-    """A real model: prompts around and beyond its window of 512 tokens, and a small pool."""
+    """A real model: prompts around and beyond its window of 512 tokens."""
     lengths, shared = [500, 530, 700], random_tokens(560, seed=3)
     siblings = prompts([600, 640], seed=10, shared=shared)
     base, fork = engines.run(
@@ -286,7 +286,6 @@ def test_gemma3_270m(engines: EnginePair, gemma3_270m: Path) -> None:
     )
 
     assert_same_outputs(base, fork, logprob_tolerance=1e-3)
-    assert_preempted(base, fork)
 
 
 def test_gemma3_270m_in_its_own_dtype(engines: EnginePair, gemma3_270m: Path) -> None:
