@@ -174,7 +174,7 @@ def group_counts() -> st.SearchStrategy[int]:
 def attention_kinds(draw: st.DrawFn, max_kinds: int = 6) -> tuple[AttentionKind, ...]:
     """1 to 6 distinct attention types with 46 groups at most, few most often."""
     num_kinds = draw(st.one_of(st.integers(1, 2), st.integers(1, 3), st.integers(1, max_kinds)))
-    unit = draw(st.sampled_from([4, 2, 8, 16, 1]))
+    unit = draw(st.sampled_from([4, 2, 8, 16, 4, 8, 16, 1]))
     multiples = draw(st.sampled_from([(1,), (1,), (1, 2), (1, 2, 4), (1, 3), (2, 3)]))
     mixed_dtypes = draw(st.integers(0, 9)) == 9
     kinds: list[AttentionKind] = []
