@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Drive a server with many clients and check every answer."
     )
-    parser.add_argument("--minutes", type=float, required=True, help="how long the clients ask")
+    parser.add_argument("--minutes", type=positive, required=True, help="how long the clients ask")
     parser.add_argument("--clients", type=int, default=12, help="how many there are")
     parser.add_argument("--questions", type=int, default=60, help="how many different prompts")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and of what clients do")
@@ -109,7 +109,8 @@ def run_soak(options: argparse.Namespace) -> Report:
             finally:
                 soak.take_stock()
     except (ServerError, RuntimeError, httpx.HTTPError) as error:
-        report.breakdown = f"{type(error).__name__}: {error}"
+        notes = getattr(error, "__notes__", [])
+        report.breakdown = "\n".join([f"{type(error).__name__}: {error}", *notes])
     return report
 
 

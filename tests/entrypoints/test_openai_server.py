@@ -8,48 +8,31 @@ something were wrong.
 
 import json
 import random
-import string
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
-import openai
 import pytest
 
 import checkpoints
 from support.server import ACTIVE_LINE, MODEL_NAME, Server
-
-T = TypeVar("T")
+from support.server_questions import (
+    Servers,
+    cached_tokens,
+    client_of,
+    complete,
+    start_stream,
+    text_of,
+    text_prompt,
+    wait_until_idle,
+)
 
 WINDOW = 64
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 1024
 #: Longer than the window by far.
 LONG_TEXT = " ".join(f"Line {i}: the quick brown fox jumps over the lazy dog." for i in range(8))
-
-
-def text_prompt(length: int, seed: int) -> str:
-    """Random characters that make `length` tokens, with the <bos> in front.
-
-    The tokenizer makes one token of each character. The same seed gives the same characters,
-    a longer prompt only more of them.
-    """
-    return "".join(random.Random(seed).choices(string.ascii_letters + " .,;", k=length - 1))
-
-
-@dataclass(frozen=True)
-class Servers:
-    base: Server
-    fork: Server
-
-    def both(self, scenario: Callable[[Server], T]) -> T:
-        """Run a scenario on base, then on the fork, and return what both have given."""
-        expected = scenario(self.base)
-        got = scenario(self.fork)
-        assert got == expected
-        return got
 
 
 @pytest.fixture(scope="module")
@@ -60,57 +43,13 @@ def servers() -> Iterator[Servers]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_is_left(servers: Servers) -> Iterator[None]:
     """Each test starts with an empty prefix cache, and leaves no block in use behind."""
-    if "servers" not in request.fixturenames:
-        yield
-        return
-    servers: Servers = request.getfixturevalue("servers")
-    for server in (servers.base, servers.fork):
-        assert server.reset_prefix_cache()
+    servers.reset_prefix_caches()
     yield
     for server in (servers.base, servers.fork):
         wait_until_idle(server)
         assert server.is_healthy()
-
-
-def wait_until_idle(server: Server) -> None:
-    """Wait until no request is running or waiting and no KV cache block is in use."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    server.wait_for(
-        lambda: [server.metric(f"vllm:{name}") for name in names], lambda seen: seen == [0, 0, 0]
-    )
-
-
-def client_of(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.api_url, api_key="none", max_retries=0, timeout=120)
-
-
-def complete(server: Server, prompt: Any, max_tokens: int = 48, **kwargs: Any) -> dict[str, Any]:
-    """A completion as the client sees it, less what identifies the answer."""
-    kwargs = {"temperature": 0.0} | kwargs
-    with client_of(server) as client:
-        answer = client.completions.create(
-            model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, **kwargs
-        )
-    assert answer.id
-    assert answer.usage.completion_tokens > 0
-    return answer.model_dump(exclude={"id", "created"})
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    (choice,) = answer["choices"]
-    return choice["text"]
-
-
-def cached_tokens(answer: dict[str, Any]) -> int:
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def start_stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> openai.Stream[Any]:
-    return client.completions.create(
-        model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=0.0, stream=True
-    )
 
 
 def test_log_says_which_manager_serves(servers: Servers) -> None:
@@ -226,8 +165,7 @@ def test_streams_give_what_the_whole_answers_give(servers: Servers) -> None:
         return text_of(complete(server, prompt, max_tokens=64)), said, usage
 
     streamed = servers.both(stream)
-    for server in (servers.base, servers.fork):
-        assert server.reset_prefix_cache()
+    servers.reset_prefix_caches()
     assert streamed == servers.both(whole)
     assert len(streamed[0]) == 64
     assert len(streamed[1]) == 64
@@ -392,8 +330,7 @@ def test_two_clients_at_once(servers: Servers) -> None:
         return [[text_of(complete(server, q, max_tokens)) for q in mine] for mine in questions]
 
     expected = servers.both(alone)
-    for server in (servers.base, servers.fork):
-        assert server.reset_prefix_cache()
+    servers.reset_prefix_caches()
     assert servers.both(together) == expected
     assert all(len(text) == max_tokens for mine in expected for text in mine)
 
@@ -453,17 +390,3 @@ def test_bad_request_gets_its_error(servers: Servers, name: str) -> None:
     assert answer
     # And the next request is served.
     assert servers.both(lambda server: text_of(complete(server, "Hello", max_tokens=8)))
-
-
-def test_bad_option_is_an_error_before_the_model_is_loaded() -> None:
-    options = '--additional-config={"hybrid_kv": {"chekc_integrity": true}}'
-    with Server(checkpoints.tiny_gemma3(), fork=True, arguments=[options]) as server:
-        status = server.wait_until_ended()
-        log = server.log
-    assert status > 0
-    assert (
-        "ValueError: --additional-config: hybrid_kv.chekc_integrity is not an option; "
-        "accepted are enabled, on_uncovered, check_integrity"
-    ) in log
-    assert "load model" not in log
-    assert "Initializing a V1 LLM engine" not in log

@@ -66,7 +66,8 @@ class SoakClient:
                 await action()
         except TimeoutError:
             self._fault(f"{action.__name__} took longer than {PATIENCE} s")
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError, LookupError, ValueError) as error:
+            # No answer, or one that is not as it should be.
             self._fault(f"{action.__name__}: {error!r}")
 
     async def ask_and_wait(self) -> None:

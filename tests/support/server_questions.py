@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests ask of servers, as their users do: through the `openai` client."""
+
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import openai
+
+from support.server import MODEL_NAME, Server
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Two servers of the same model, one with the fork off and one with it on."""
+
+    base: Server
+    fork: Server
+
+    def both(self, scenario: Callable[[Server], T]) -> T:
+        """Run a scenario on base, then on the fork, and return what both have given."""
+        expected = scenario(self.base)
+        got = scenario(self.fork)
+        assert got == expected
+        return got
+
+    def reset_prefix_caches(self) -> None:
+        for server in (self.base, self.fork):
+            assert server.reset_prefix_cache()
+
+
+def text_prompt(length: int, seed: int) -> str:
+    """Random characters that make `length` tokens, with the <bos> in front.
+
+    The tokenizer makes one token of each character. The same seed gives the same characters,
+    a longer prompt only more of them.
+    """
+    return "".join(random.Random(seed).choices(string.ascii_letters + " .,;", k=length - 1))
+
+
+def wait_until_idle(server: Server) -> None:
+    """Wait until no request is running or waiting and no KV cache block is in use."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    server.wait_for(
+        lambda: [server.metric(f"vllm:{name}") for name in names], lambda seen: seen == [0, 0, 0]
+    )
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.api_url, api_key="none", max_retries=0, timeout=120)
+
+
+def complete(server: Server, prompt: Any, max_tokens: int = 48, **kwargs: Any) -> dict[str, Any]:
+    """A completion as the client sees it, less what identifies the answer."""
+    kwargs = {"temperature": 0.0} | kwargs
+    with client_of(server) as client:
+        answer = client.completions.create(
+            model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, **kwargs
+        )
+    assert answer.id
+    assert answer.usage.completion_tokens > 0
+    return answer.model_dump(exclude={"id", "created"})
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    (choice,) = answer["choices"]
+    return choice["text"]
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def start_stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> openai.Stream[Any]:
+    """A completion that comes in chunks."""
+    return client.completions.create(
+        model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=0.0, stream=True
+    )
