@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -241,6 +242,12 @@ class EnginePair:
         finally:
             fork = wait_for_fork()
         return base, fork
+
+
+@contextmanager
+def engine_pair() -> Iterator[EnginePair]:
+    with EngineProcess(fork=False) as base, EngineProcess(fork=True) as fork:
+        yield EnginePair(base, fork)
 
 
 def verify_pair(base: EngineResult, fork: EngineResult) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import checkpoints
-from support.engine import EnginePair, EngineProcess
+from support.engine import EnginePair, engine_pair
 
 #: With sliding windows of 64 tokens.
 TINY_WINDOW_MODELS: dict[str, Callable[[], Path]] = {
@@ -21,8 +21,8 @@ TINY_MODELS = TINY_WINDOW_MODELS | {"llama": checkpoints.tiny_llama}
 @pytest.fixture(scope="session")
 def engines() -> Iterator[EnginePair]:
     """An engine process with the fork off and one with it on, for all tests."""
-    with EngineProcess(fork=False) as base, EngineProcess(fork=True) as fork:
-        yield EnginePair(base, fork)
+    with engine_pair() as engines:
+        yield engines
 
 
 @pytest.fixture(params=TINY_MODELS)
