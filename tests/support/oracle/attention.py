@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV writes and reads of a step, on a model of device memory."""
+"""The writes and reads of a step, KV and states, on a model of device memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,18 +9,19 @@ from .block_tables import BlockTables, TypeTables
 from .device_memory import DeviceMemory
 from .faults import InFlightFault, ReadFault, WriteFault
 from .sequences import Sequences
+from .states import StateAccess, StateMemory, StateRule
 from .step import Step
 
 _total_reads = 0
 
 
 def total_reads_checked() -> int:
-    """KV reads compared so far in this process, by all workers together."""
+    """KV slots and states compared so far in this process, by all workers together."""
     return _total_reads
 
 
 class Attention:
-    """All attention layers of the simulated model.
+    """All attention and Mamba layers of the simulated model.
 
     Args:
         tables: Which attention types there are; steps bring their own copies of the tables.
@@ -30,6 +31,8 @@ class Attention:
 
     def __init__(self, tables: BlockTables, sequences: Sequences, num_blocks: int) -> None:
         self.types = tables.types
+        self.kv_types = tables.kv_types
+        self.state_types = tables.state_types
         self.num_groups = max(tables.num_groups, 1)
         self.sequences = sequences
         self.memory = DeviceMemory(num_blocks, tables.max_block_size)
@@ -37,16 +40,20 @@ class Attention:
         self.writes_done = 0
         #: Request id of each serial, for messages.
         self.names: list[str] = []
+        self.states = StateMemory(self.memory, self.names, self.num_groups)
         self._handed_out = np.zeros(num_blocks, dtype=bool)
 
     def forward(self, step: Step) -> None:
         """Write the KV of all scheduled tokens, then check every read.
 
         All layers write a step's KV before they read it, so requests of one step may read
-        each other's (two that share a prefix, admitted together).
+        each other's (two that share a prefix, admitted together). States are read first.
         """
-        self._write(step)
-        for tables, captured in zip(self.types, step.tables, strict=True):
+        if self.state_types:
+            self._forward_with_states(step)
+        else:
+            self._write(step)
+        for tables, captured in zip(self.kv_types, step.tables, strict=False):
             self._check_reads(step, tables, captured)
 
     def check_slots(self, step: Step, ends: np.ndarray) -> None:
@@ -76,7 +83,7 @@ class Attention:
             alive = np.array([state.req_id not in step.abandoned for state in step.requests])
             for tables, captured in zip(self.types, step.tables, strict=True):
                 size = tables.block_size
-                first = tables.rule.first_read(step.starts) // size
+                first = tables.rule.first_column(step.starts, step.ends, size)
                 columns = np.arange(captured.shape[2])
                 read = columns >= first[:, None]
                 read &= columns * size < step.ends[:, None]
@@ -97,13 +104,13 @@ class Attention:
         A block released too early is found at once, not only when someone overwrites it.
         """
         ends = step.ends
-        lows = [tables.rule.first_read(step.starts) for tables in self.types]
+        firsts = [t.rule.first_column(step.starts, ends, t.block_size) for t in self.types]
         for i, state in enumerate(step.requests):
             if state.req_id in step.abandoned:
                 continue
             block_ids = get_block_ids(state.req_id)
-            for tables, captured, low in zip(self.types, step.tables, lows, strict=True):
-                span = slice(low[i] // tables.block_size, -(-ends[i] // tables.block_size))
+            for tables, captured, first in zip(self.types, step.tables, firsts, strict=True):
+                span = slice(first[i], -(-ends[i] // tables.block_size))
                 held = tables.select(block_ids)[:, span]
                 read = captured[:, i, span]
                 if held.shape != read.shape or (held != read).any():
@@ -111,6 +118,40 @@ class Attention:
                         f"step {step.index} reads blocks {read.tolist()} for {state.req_id} in "
                         f"groups {tables.group_ids}, the manager holds {held.tolist()}"
                     )
+
+    def _forward_with_states(self, step: Step) -> None:
+        where, req_ids = f"step {step.index}", [state.req_id for state in step.requests]
+        accesses = [
+            self._state_access(step, tables, captured)
+            for tables, captured in zip(
+                self.state_types, step.tables[len(self.kv_types) :], strict=True
+            )
+        ]
+        before = self.states.reads_checked
+        self.states.check_reads(accesses, where, req_ids)
+        global _total_reads
+        _total_reads += self.states.reads_checked - before
+        self._write(step)
+        self.states.write(accesses, where, req_ids)
+        self.states.check_kept(accesses, where, req_ids)
+
+    def _state_access(self, step: Step, tables: TypeTables, captured: np.ndarray) -> StateAccess:
+        assert isinstance(tables.rule, StateRule)
+        read = tables.rule.read_columns(step.starts, tables.block_size)
+        written = tables.rule.write_columns(step.ends, tables.block_size)
+        requests = np.arange(len(step.rows))
+        identities = self.sequences.identities
+        marks = tables.group_marks[:, None]
+        return StateAccess(
+            group_ids=tables.group_ids,
+            sources=captured[:, requests, read],
+            targets=captured[:, requests, written],
+            reads=read >= 0,
+            in_place=read == written,
+            before=identities[step.rows, step.starts - 1] ^ marks,
+            after=identities[step.rows, step.ends - 1] ^ marks,
+            tags=step.serials * self.num_groups + tables.group_column,
+        )
 
     def _write(self, step: Step) -> None:
         counts = step.counts
@@ -123,7 +164,7 @@ class Attention:
         contents = self.sequences.identities[step.rows[index], positions]
         # The tag of a block: which admission of which request, and which group.
         tags = step.serials[index] * self.num_groups
-        for tables, captured in zip(self.types, step.tables, strict=True):
+        for tables, captured in zip(self.kv_types, step.tables, strict=False):
             columns = positions // tables.block_size
             try:
                 self.memory.write(

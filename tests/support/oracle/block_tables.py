@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from .faults import ProtocolFault
 from .identity import hash64
 from .read_rules import ReadRule, read_rule
+from .states import StateRule, state_rule
 
 
 class TypeTables:
@@ -21,7 +22,7 @@ class TypeTables:
     def __init__(
         self,
         group_ids: list[int],
-        rule: ReadRule,
+        rule: ReadRule | StateRule,
         block_size: int,
         num_rows: int,
         max_model_len: int,
@@ -29,7 +30,8 @@ class TypeTables:
         self.group_ids = group_ids
         self.rule = rule
         self.block_size = block_size
-        self.width = -(-max_model_len // block_size)
+        one_block = isinstance(rule, StateRule) and rule.one_block
+        self.width = 1 if one_block else -(-max_model_len // block_size)
         self.table = np.zeros((len(group_ids), num_rows, self.width), dtype=np.int64)
         self.counts = np.zeros(num_rows, dtype=np.int64)
         #: Tells the content of one group from that of the others, `[group, 1, ...]`.
@@ -76,18 +78,24 @@ class BlockTables:
     def __init__(self, config: KVCacheConfig, num_rows: int, max_model_len: int) -> None:
         self.num_blocks = config.num_blocks
         self.num_groups = len(config.kv_cache_groups)
-        by_spec: dict[object, list[int]] = {}
+        by_spec: dict[tuple[ReadRule | StateRule, int], list[int]] = {}
         for group_id, group in enumerate(config.kv_cache_groups):
             spec = group.kv_cache_spec
-            by_spec.setdefault((read_rule(spec), spec.block_size), []).append(group_id)
-        self.types = [
+            rule = state_rule(spec) or read_rule(spec)
+            by_spec.setdefault((rule, spec.block_size), []).append(group_id)
+        types = [
             TypeTables(group_ids, rule, block_size, num_rows, max_model_len)
             for (rule, block_size), group_ids in by_spec.items()
         ]
+        self.kv_types = [t for t in types if not isinstance(t.rule, StateRule)]
+        self.state_types = [t for t in types if isinstance(t.rule, StateRule)]
+        #: All types; those with a slot per token come first.
+        self.types = self.kv_types + self.state_types
 
     @property
     def max_block_size(self) -> int:
-        return max((t.block_size for t in self.types), default=1)
+        """Slots of a block of the type with most; a state takes one."""
+        return max((t.block_size for t in self.kv_types), default=1)
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Append blocks to a row; returns the ids per attention type."""

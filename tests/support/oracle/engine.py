@@ -23,7 +23,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
-from .engine_config import OracleSettings, make_vllm_config, structured_output_manager
+from .engine_config import (
+    OracleSettings,
+    make_vllm_config,
+    set_mamba_options,
+    structured_output_manager,
+)
 from .faults import OutcomeFault
 from .identity import MultiModalItem, PrefixIdentity, expected_tokens
 from .simulated_worker import SimulatedWorker
@@ -79,6 +84,7 @@ class OracleEngine:
             block_size=groups[0].kv_cache_spec.block_size if groups else 16,
             num_blocks=kv_cache_config.num_blocks,
         )
+        set_mamba_options(vllm_config, kv_cache_config)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         init_none_hash(sha256)
         self._block_hasher = (
@@ -314,6 +320,11 @@ class OracleEngine:
     def reads_checked(self) -> int:
         """KV slots read and compared so far."""
         return self.worker.attention.reads_checked
+
+    @property
+    def state_reads_checked(self) -> int:
+        """Mamba states read and compared so far."""
+        return self.worker.attention.states.reads_checked
 
     @property
     def tokens_from_cache(self) -> int:

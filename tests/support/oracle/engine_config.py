@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from .short_repr import ShortRepr
@@ -110,3 +111,31 @@ def make_vllm_config(settings: OracleSettings, block_size: int, num_blocks: int)
             target_parallel_config=config.parallel_config,
         )
     return config
+
+
+def set_mamba_options(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Set what base derives for a model with Mamba layers, if it is one.
+
+    Raises:
+        ValueError: for combinations that base's configuration does not allow.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    mambas = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if not mambas:
+        return
+    options = {(spec.mamba_cache_mode, spec.block_size) for spec in mambas}
+    if len(options) > 1:
+        raise ValueError(f"all Mamba groups have one mode and block size, not {options}")
+    cache_config = config.cache_config
+    mode, block_size = options.pop()
+    if cache_config.enable_prefix_caching != (mode == "align"):
+        raise ValueError(f"Mamba cache mode {mode!r} is not for this prefix caching")
+    if mode == "none" and block_size < config.model_config.max_model_len:
+        raise ValueError("without prefix caching one Mamba block holds the longest sequence")
+    if config.speculative_config is not None:
+        raise NotImplementedError("Mamba states of draft tokens are not simulated")
+    cache_config.mamba_block_size = block_size
+    if mode == "align":
+        cache_config.mamba_cache_mode = "align"
+        # The scheduler ends chunks at multiples of it.
+        cache_config.block_size = block_size

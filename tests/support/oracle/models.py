@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -81,7 +82,35 @@ class Chunked(ShortRepr):
         return self.spec().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
 
 
-AttentionKind = Full | Sliding | Chunked
+@dataclass(frozen=True, repr=False)
+class Mamba(ShortRepr):
+    """Mamba or another linear attention.
+
+    Base's configuration leaves two ways: with prefix caching ``mode`` "align" and the block
+    size of attention, without it "none" and a block for the whole sequence.
+    """
+
+    block_size: int = 16
+    num_groups: int = 1
+    mode: str = "align"
+
+    def spec(self) -> MambaSpec:
+        return MambaSpec(
+            block_size=self.block_size,
+            shapes=((1, 8),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode=self.mode,
+        )
+
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        if self.mode == "none":
+            return 1
+        # The state read, and one for each block that steps in flight end in.
+        in_flight = -(-max_in_flight_tokens // self.block_size)
+        return min(-(-max_model_len // self.block_size), 2 + in_flight)
+
+
+AttentionKind = Full | Sliding | Chunked | Mamba
 
 
 def smallest_pool(

@@ -27,6 +27,10 @@ class ReadRule(ABC):
     def first_read(self, starts: np.ndarray) -> np.ndarray:
         """The lowest position read by any query at or after ``starts``."""
 
+    def first_column(self, starts: np.ndarray, ends: np.ndarray, block_size: int) -> np.ndarray:
+        """The lowest column of its block table that a step over ``[start, end)`` uses."""
+        return self.first_read(starts) // block_size
+
 
 @dataclass(frozen=True)
 class ReadAll(ReadRule):

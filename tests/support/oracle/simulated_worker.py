@@ -57,7 +57,7 @@ class SimulatedWorker:
         num_rows = max_num_seqs * (max_steps_in_flight + 2)
         self.tables = BlockTables(kv_cache_config, num_rows, max_model_len)
         # Identities are compared block by block, for each block size.
-        unit = math.lcm(*(t.block_size for t in self.tables.types))
+        unit = math.lcm(*(t.block_size for t in self.tables.kv_types))
         longest = max_model_len + (num_spec_tokens + 1) * (max_steps_in_flight + 1)
         self.sequences = Sequences(num_rows, -(-longest // unit) * unit, vocab_size)
         self.attention = Attention(self.tables, self.sequences, kv_cache_config.num_blocks)
@@ -170,10 +170,19 @@ class SimulatedWorker:
         self.sequences.start(state.row, tokens, self._identities[req_id])
         self.tokens_from_cache += num_computed
         ids_by_type = self.tables.replace(state.row, block_ids)
-        return [
-            ids[:, -(-num_computed // tables.block_size) :]
-            for tables, ids in zip(self.tables.types, ids_by_type, strict=True)
-        ]
+        return self._filled(
+            [
+                ids[:, -(-num_computed // tables.block_size) :]
+                for tables, ids in zip(self.tables.types, ids_by_type, strict=True)
+            ]
+        )
+
+    def _filled(self, ids_by_type: list[np.ndarray]) -> list[np.ndarray]:
+        """Without the null blocks in place of states that a chunk passes over."""
+        first = len(self.tables.kv_types)
+        if first < len(ids_by_type):
+            ids_by_type[first:] = [ids[ids != 0] for ids in ids_by_type[first:]]
+        return ids_by_type
 
     def _extend(self, req_id: str, new_block_ids: Sequence[list[int]] | None) -> list[np.ndarray]:
         """Append blocks to a running request; returns them."""
@@ -182,7 +191,7 @@ class SimulatedWorker:
             raise ProtocolFault(f"{req_id} is scheduled as running but does not run")
         added: list[np.ndarray] = []
         if new_block_ids is not None:
-            added = self.tables.append(state.row, new_block_ids)
+            added = self._filled(self.tables.append(state.row, new_block_ids))
             if not self.model_runner_v2:
                 for ids, new_ids in zip(state.block_ids, new_block_ids, strict=True):
                     ids.extend(new_ids)
