@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 Ids = tuple[list[int], ...]
 
 
-class _Reported:
+class Reported:
     """Blocks of which the scheduler reads other ids than they have."""
 
     def __init__(self, blocks: Any, change: Callable[[Ids], Ids]) -> None:
@@ -53,7 +53,7 @@ def gives_out_a_block_of_another_request(manager_cls: type) -> type:
             other, self.last_ids = self.last_ids, blocks.get_block_ids()
             if other is None or not other[0]:
                 return blocks
-            return _Reported(blocks, lambda ids: ([*ids[0][:-1], other[0][-1]], *ids[1:]))
+            return Reported(blocks, lambda ids: ([*ids[0][:-1], other[0][-1]], *ids[1:]))
 
     return Faulty
 
@@ -66,7 +66,7 @@ def frees_a_request_a_step_early(manager_cls: type) -> type:
             blocks = super().allocate_slots(request, *args, **kwargs)
             if blocks is not None and request.num_output_tokens + 1 == request.max_tokens:
                 ids = blocks.get_block_ids()
-                blocks = _Reported(blocks, lambda _: ids)
+                blocks = Reported(blocks, lambda _: ids)
                 if request.num_computed_tokens >= request.num_prompt_tokens:
                     super().free(request)
             return blocks
@@ -219,7 +219,7 @@ def hands_out_its_own_lists(manager_cls: type) -> type:
         def get_blocks(self, request_id: str) -> Any:
             blocks = super().get_blocks(request_id)
             own = self.lists[request_id] = blocks.get_block_ids()
-            return _Reported(blocks, lambda ids: own)
+            return Reported(blocks, lambda ids: own)
 
         def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> Any:
             blocks = super().allocate_slots(request, *args, **kwargs)
@@ -257,7 +257,7 @@ def mixes_up_two_groups(manager_cls: type) -> type:
                 swapped[0], swapped[other] = swapped[other], swapped[0]
                 return tuple(swapped)
 
-            return _Reported(blocks, swap)
+            return Reported(blocks, swap)
 
     return Faulty
 
@@ -270,7 +270,7 @@ def forgets_null_padding(manager_cls: type) -> type:
             def strip(ids: Ids) -> Ids:
                 return tuple([i for i in group_ids if i != 0] for group_ids in ids)
 
-            return _Reported(super().get_blocks(request_id), strip)
+            return Reported(super().get_blocks(request_id), strip)
 
     return Faulty
 
