@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba states under the content oracle, with base's manager, and faults that it finds.
+
+Base has two cache modes: "align" with prefix caching, "none" without.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.oracle import (
+    Full,
+    InFlightFault,
+    Mamba,
+    OracleEngine,
+    OracleFault,
+    OracleSettings,
+    ProtocolFault,
+    ReadFault,
+    Sliding,
+    WriteFault,
+    make_kv_cache_config,
+)
+from support.oracle.device_memory import DeviceMemory
+from support.oracle.planted_faults import (
+    forgets_steps_in_flight,
+    frees_a_request_a_step_early,
+    frees_window_blocks_a_step_early,
+    hashes_blocks_without_prefix,
+    mixes_up_two_groups,
+    never_frees,
+    reset_keeps_the_cache,
+    shares_across_adapters,
+    shares_across_images,
+    shares_across_salts,
+)
+from support.oracle.planted_state_faults import (
+    STATE_PLANTERS,
+    gives_out_the_state_block_of_another_request,
+    hits_states_of_the_same_step,
+    hits_the_state_of_an_earlier_boundary,
+)
+from support.oracle.states import StateAccess, StateMemory, StateRule, state_rule
+from support.oracle.workload import Abort, Add, Case, Reset, Run, make_engine, random_operations
+from support.oracle.workload import run_case as run_any_case
+from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+pytest_plugins = ["support.oracle.fixtures"]
+pytestmark = pytest.mark.usefixtures("reads_are_checked")
+
+CACHING = OracleSettings()
+NOT_CACHING = OracleSettings(enable_prefix_caching=False)
+ASYNC = {"async_scheduling": True, "steps_in_flight": 1}
+ROOMY = 1000
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "async": ASYNC,
+    "async, run early": {**ASYNC, "run_early": True},
+    "async, two in flight": {"async_scheduling": True, "steps_in_flight": 2},
+    "pipeline parallel": {"steps_in_flight": 1},
+    "runner v2": {"model_runner_v2": True},
+    "async, runner v2": {**ASYNC, "model_runner_v2": True},
+}
+
+#: Models with prefix caching; all types have the block size that base gives them.
+ALIGN = {
+    "Mamba only": (Mamba(16),),
+    "full": (Full(16), Mamba(16)),
+    "sliding": (Sliding(20, 16, 2), Mamba(16, 2)),
+    "full and sliding": (Mamba(16, 3), Full(16), Sliding(33, 16, 2)),
+    "blocks larger than chunks": (Full(64), Mamba(64, 2)),
+}
+
+#: The same without; one state block serves the longest sequence.
+NONE = {
+    "Mamba only": (Mamba(256, mode="none"),),
+    "full": (Full(16), Mamba(256, mode="none")),
+    "sliding": (Mamba(256, 2, mode="none"), Sliding(20, 16, 2)),
+    "full and sliding": (Full(8), Mamba(512, 3, mode="none"), Sliding(33, 16, 2)),
+}
+
+MODELS = [pytest.param(kinds, CACHING, id=f"align, {name}") for name, kinds in ALIGN.items()]
+MODELS += [pytest.param(kinds, NOT_CACHING, id=f"none, {name}") for name, kinds in NONE.items()]
+
+
+#: Those that differ most, for what runs with all models.
+SOME_PIPELINES = ("async, two in flight", "runner v2")
+
+
+@pytest.fixture(params=list(PIPELINES.values()), ids=list(PIPELINES))
+def pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+def run_case(manager_cls: Any, case: Case, check_integrity: bool = True) -> OracleEngine:
+    """Run a case to its end; one that checks no state tells nothing."""
+    engine = run_any_case(manager_cls, case, check_integrity)
+    assert engine.state_reads_checked > 0
+    return engine
+
+
+# One feature at a time
+
+
+def test_prefix_hit(pipeline: dict[str, Any]) -> None:
+    """Hits end where a chunk ended, since only there is a state."""
+    case = Case(ALIGN["full"], settings=replace(CACHING, **pipeline), extra_blocks=ROOMY)
+    engine = make_engine(BaseManager, case)
+
+    def run(prompt: list[int]) -> tuple[int, int]:
+        before = engine.tokens_from_cache, engine.state_reads_checked
+        engine.add_request(prompt, max_tokens=3)
+        engine.run_until_done()
+        return engine.tokens_from_cache - before[0], engine.state_reads_checked - before[1]
+
+    prompt = list(range(100))
+    # A third step in flight is scheduled before the end is known.
+    extra = case.settings.steps_in_flight == 2
+    # Chunks of 64, 32 (to the last full block) and 4 tokens; then two decoded tokens.
+    assert run(prompt) == (0, 4 + extra)
+    assert run(prompt) == (96, 3 + extra)
+    # Full attention has 80 tokens of it, but there is no state after 80.
+    assert run([*prompt[:90], 29999]) == (64, 4 + extra)
+    assert run([*prompt[:63], 7]) == (0, 3 + extra)
+
+
+def test_chunked_prefill(pipeline: dict[str, Any]) -> None:
+    operations = (Add(tail=100), Run(20), Add(tail=100))
+    few = {**pipeline, "max_num_batched_tokens": 24}
+    # Chunks of 24 end at block boundaries: six of 16, and the rest.
+    case = Case((Full(16), Mamba(16, 2)), operations, replace(CACHING, **few), ROOMY)
+    assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 6
+    # Four of 24 and the rest.
+    case = Case(NONE["sliding"], operations, replace(NOT_CACHING, **few), ROOMY)
+    assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 4
+    # A block larger than a chunk takes states at other places, in turn: 24, 24, 16; 24, 12.
+    case = Case(ALIGN["blocks larger than chunks"], operations, replace(CACHING, **few), ROOMY)
+    assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 4
+
+
+def test_no_state_is_read_at_the_start() -> None:
+    case = Case(NONE["full"], (Add(tail=30),), NOT_CACHING, ROOMY)
+    engine = run_any_case(BaseManager, case)
+    assert engine.state_reads_checked == 0
+    assert engine.worker.attention.states.writes_done == 1
+    assert run_case(BaseManager, replace(case, operations=(Add(30, max_tokens=2),)))
+
+
+@pytest.mark.parametrize("pipeline_name", SOME_PIPELINES)
+@pytest.mark.parametrize(("kinds", "settings"), MODELS)
+def test_preemption(kinds: tuple, settings: OracleSettings, pipeline_name: str) -> None:
+    """Long requests in a pool for hardly more than one."""
+    settings = replace(settings, **PIPELINES[pipeline_name], max_num_batched_tokens=96)
+    operations = (Add(tail=60, max_tokens=150),) * 6
+    engine = run_case(BaseManager, Case(kinds, operations, settings))
+    # Without attention that grows, "none" always has what it needs or does not start.
+    if any(isinstance(kind, Full) for kind in kinds):
+        assert engine.num_preemptions > 0
+
+
+def test_a_preempted_request_resumes_from_its_state() -> None:
+    """If it was preempted just after a boundary, and its turn comes soon."""
+    settings = replace(CACHING, max_num_batched_tokens=32)
+    operations = (Add(tail=60, max_tokens=60), Add(tail=90, max_tokens=120))
+    engine = run_case(BaseManager, Case(ALIGN["full"], operations, settings))
+    assert engine.num_preemptions == 1
+    # The prompts share nothing, so these are the request's own, and more than its prompt.
+    assert engine.tokens_from_cache == 144
+
+
+@pytest.mark.parametrize("pipeline_name", SOME_PIPELINES)
+@pytest.mark.parametrize(("kinds", "settings"), MODELS)
+def test_aborts(kinds: tuple, settings: OracleSettings, pipeline_name: str) -> None:
+    """At every stage of a request, with others that take its blocks over at once."""
+    settings = replace(settings, **PIPELINES[pipeline_name])
+    operations: list[Any] = []
+    for steps in range(1, 7):
+        operations += [
+            Add(tail=80, max_tokens=20),
+            Add(tail=50, max_tokens=4),
+            Run(steps, abort=len(operations) // 5 * 2),
+            Add(tail=5, parent=0, shared=70, max_tokens=5),
+            Abort(len(operations) // 2),
+        ]
+    engine = run_case(BaseManager, Case(kinds, tuple(operations), settings, extra_blocks=12))
+    assert any(submission.aborted for submission in engine.submissions.values())
+    assert any(submission.finished for submission in engine.submissions.values())
+
+
+def test_reset(pipeline: dict[str, Any]) -> None:
+    operations = (
+        Add(tail=100, max_tokens=9),
+        Run(4),
+        Reset(running=True),
+        Run(3),
+        Add(tail=9, parent=0, shared=90, max_tokens=9),
+    )
+    case = Case(ALIGN["full and sliding"], operations, replace(CACHING, **pipeline), ROOMY)
+    assert run_case(BaseManager, case).num_preemptions > 0
+
+
+@pytest.mark.parametrize("interval", [0, 64])
+def test_sparse_retention(interval: int) -> None:
+    """Most states are not cached; the hits that are left must be right."""
+    operations = [Add(tail=150, max_tokens=3), Run(9)]
+    operations += [Add(tail=9, parent=0, shared=shared) for shared in (150, 140, 100, 70, 40)]
+    settings = replace(CACHING, max_num_batched_tokens=32)
+    case = Case(ALIGN["full"], tuple(operations), settings, ROOMY, retention_interval=interval)
+    engine = run_case(BaseManager, case)
+    assert engine.tokens_from_cache >= 144
+    dense = run_case(BaseManager, replace(case, retention_interval=None))
+    assert dense.tokens_from_cache > engine.tokens_from_cache
+
+
+@pytest.mark.parametrize("pipeline_name", ["plain", "async"])
+@pytest.mark.parametrize(("kinds", "settings"), MODELS)
+def test_random(kinds: tuple, settings: OracleSettings, pipeline_name: str) -> None:
+    for seed in range(2):
+        rng = random.Random(f"{kinds} {pipeline_name} {seed}")
+        changes = {"max_num_batched_tokens": rng.choice((24, 64, 200)), "vocab_size": 256}
+        case = Case(
+            kinds,
+            tuple(random_operations(rng, 40, settings.max_model_len)),
+            replace(settings, **PIPELINES[pipeline_name], **changes),
+            extra_blocks=(0, 40)[seed],
+            shuffle_groups=seed,
+        )
+        run_case(BaseManager, case)
+
+
+# Planted faults
+
+
+def exposing_case(seed: int, settings: OracleSettings) -> Case:
+    rng = random.Random(seed)
+    kinds = ALIGN["full and sliding"] if settings.enable_prefix_caching else NONE["full"]
+    if rng.random() < 0.5:
+        settings = replace(settings, **ASYNC)
+    settings = replace(settings, vocab_size=256, max_num_batched_tokens=rng.choice((40, 200)))
+    operations = tuple(random_operations(rng, 60, settings.max_model_len))
+    return Case(kinds, operations, settings, extra_blocks=rng.choice((0, 20, 200)))
+
+
+def assert_found(planter: Callable[[type], type], settings: OracleSettings) -> None:
+    """Without checks of block tables: what is read and written must give it away."""
+    for seed in range(30):
+        try:
+            run_any_case(planter(BaseManager), exposing_case(seed, settings), False)
+        except OracleFault:
+            # The fault, and not the case, was the reason.
+            run_case(BaseManager, exposing_case(seed, settings), False)
+            return
+        except Exception:
+            continue
+    pytest.fail(f"{planter.__doc__} The oracle does not notice.")
+
+
+@pytest.mark.parametrize(
+    "planter",
+    [
+        *STATE_PLANTERS,
+        forgets_steps_in_flight,
+        frees_a_request_a_step_early,
+        frees_window_blocks_a_step_early,
+        hashes_blocks_without_prefix,
+        mixes_up_two_groups,
+        never_frees,
+        reset_keeps_the_cache,
+        shares_across_adapters,
+        shares_across_images,
+        shares_across_salts,
+    ],
+    ids=lambda planter: planter.__name__,
+)
+def test_planted_fault_is_found(planter: Callable[[type], type]) -> None:
+    assert_found(planter, CACHING)
+
+
+@pytest.mark.parametrize(
+    "planter",
+    [
+        gives_out_the_state_block_of_another_request,
+        frees_a_request_a_step_early,
+    ],
+    ids=lambda planter: planter.__name__,
+)
+def test_planted_fault_is_found_without_caching(planter: Callable[[type], type]) -> None:
+    assert_found(planter, NOT_CACHING)
+
+
+def fails(
+    planter: Callable[[type], type],
+    case: Case,
+    fault: type,
+    message: str,
+    check_integrity: bool = False,
+) -> None:
+    """A case is fine with base's manager, and a fault in it is found for this reason."""
+    run_case(BaseManager, case)
+    with pytest.raises(fault, match=message):
+        run_any_case(planter(BaseManager), case, check_integrity)
+
+
+# Of Mamba alone, so that attention cannot find it first.
+
+
+def test_two_requests_with_one_state_block() -> None:
+    planter = gives_out_the_state_block_of_another_request
+    adds = (Add(tail=20, max_tokens=4), Add(tail=20, max_tokens=4))
+    case = Case(NONE["Mamba only"], adds, NOT_CACHING, 9)
+    fails(planter, case, WriteFault, "step 0: two owners write to block")
+    # The second one takes the block over while the first has a pause in its prefill.
+    settings = replace(NOT_CACHING, long_prefill_token_threshold=10, max_num_batched_tokens=20)
+    case = Case(NONE["Mamba only"], (adds[0], Run(), adds[1]), settings, 9)
+    fails(planter, case, WriteFault, "two owners write to block")
+
+
+def test_a_state_of_another_boundary() -> None:
+    operations = (Add(tail=100), Run(9), Add(tail=1, parent=0, shared=100, max_tokens=2))
+    settings = replace(CACHING, max_num_batched_tokens=16)
+    fails(
+        hits_the_state_of_an_earlier_boundary,
+        Case(ALIGN["Mamba only"], operations, settings, ROOMY),
+        ReadFault,
+        r"r1, group 0, starts from the state in block \d+, which holds another state, last "
+        "owner r0 in group 0; 1 wrong states in this step",
+    )
+
+
+def test_a_state_of_the_same_step() -> None:
+    """Two requests with one prefix, admitted together; KV may be shared so, a state not."""
+    operations = (Add(tail=40, max_tokens=2), Add(tail=5, parent=0, shared=40, max_tokens=2))
+    fails(
+        hits_states_of_the_same_step,
+        Case(ALIGN["Mamba only"], operations, CACHING, ROOMY),
+        ReadFault,
+        r"step 0: r1, group 0, starts from the state in block \d+, which holds nothing",
+    )
+
+
+@pytest.mark.parametrize("planter", [frees_window_blocks_a_step_early, forgets_steps_in_flight])
+def test_a_state_freed_too_early(planter: Callable[[type], type]) -> None:
+    """Found at once, in a pool where nobody takes the block."""
+    settings = replace(CACHING, **ASYNC, max_num_batched_tokens=16)
+    case = Case(ALIGN["Mamba only"], (Add(tail=60, max_tokens=60),), settings, ROOMY)
+    fails(planter, case, InFlightFault, "the manager holds", check_integrity=True)
+
+
+def test_a_state_block_handed_out_while_a_step_in_flight_reads_it() -> None:
+    class Faulty(BaseManager):
+        """The second request's new block is the one that the first moves on from."""
+
+        def get_blocks(self, request_id: str) -> Any:
+            if request_id == "r1":
+                [ids] = self.get_block_ids("r0")
+                blocks: Any = super().get_blocks("r1")
+                blocks.blocks[0][-1] = self.block_pool.blocks[next(i for i in ids if i)]
+                return blocks
+            return super().get_blocks(request_id)
+
+    settings = replace(CACHING, **ASYNC, max_num_batched_tokens=40)
+    operations = (Add(tail=60, max_tokens=2), Run(2), Add(tail=8, max_tokens=2))
+    fails(
+        lambda _: Faulty,
+        Case(ALIGN["Mamba only"], operations, settings, ROOMY),
+        InFlightFault,
+        r"block \d+ was handed out, but step \d in flight reads it for r0",
+    )
+
+
+def test_more_state_blocks_than_base_looks_at() -> None:
+    """In mode "none" base's runner has a block table of one column."""
+
+    class Faulty(BaseManager):
+        def get_blocks(self, request_id: str) -> Any:
+            blocks: Any = super().get_blocks(request_id)
+            return type(blocks)(tuple(ids * 2 for ids in blocks.blocks))
+
+    case = Case(NONE["Mamba only"], (Add(tail=20, max_tokens=2),), NOT_CACHING, 9)
+    fails(lambda _: Faulty, case, ProtocolFault, "2 blocks for a request in groups")
+
+
+# Parts
+
+
+def test_columns() -> None:
+    starts, ends = np.array([0, 5, 16, 17, 40]), np.array([5, 16, 17, 40, 41])
+    align = StateRule(one_block=False)
+    assert align.read_columns(starts, 16).tolist() == [-1, 0, 0, 1, 2]
+    assert align.write_columns(ends, 16).tolist() == [0, 0, 1, 2, 2]
+    assert align.first_column(np.array([0, 17]), np.array([40, 64]), 16).tolist() == [2, 1]
+    none = StateRule(one_block=True)
+    assert none.read_columns(starts, 16).tolist() == [-1, 0, 0, 0, 0]
+    assert none.write_columns(ends, 16).tolist() == [0, 0, 0, 0, 0]
+    assert none.first_column(starts, ends, 16).tolist() == [0, 0, 0, 0, 0]
+
+
+def mamba_spec(**changes: Any) -> MambaSpec:
+    return MambaSpec(
+        **{"block_size": 16, "shapes": ((1, 1),), "dtypes": (torch.float32,), **changes}
+    )
+
+
+def test_rules_of_specs() -> None:
+    assert state_rule(mamba_spec()) == StateRule(one_block=True)
+    assert state_rule(mamba_spec(mamba_cache_mode="align")) == StateRule(one_block=False)
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    assert state_rule(full) is None
+    for unknown in (
+        {"num_speculative_blocks": 2},
+        {"num_prefill_checkpoint_blocks": 1},
+        {"mamba_cache_mode": "all"},
+    ):
+        with pytest.raises(NotImplementedError):
+            state_rule(mamba_spec(**unknown))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "error"),
+    [
+        ((Mamba(16),), NOT_CACHING, ValueError),
+        ((Mamba(256, mode="none"),), CACHING, ValueError),
+        ((Mamba(128, mode="none"),), NOT_CACHING, ValueError),
+        ((Mamba(16), Mamba(32)), CACHING, ValueError),
+        ((Mamba(16),), replace(CACHING, num_spec_tokens=2), NotImplementedError),
+    ],
+)
+def test_what_base_does_not_do_is_refused(
+    kinds: tuple, settings: OracleSettings, error: type
+) -> None:
+    with pytest.raises(error):
+        OracleEngine(BaseManager, make_kv_cache_config(kinds, 100), settings)
+
+
+def test_a_state_overwritten_while_it_is_read() -> None:
+    memory = DeviceMemory(num_blocks=6, max_block_size=4)
+    states = StateMemory(memory, ["a", "b"], num_groups=1)
+
+    def access(sources: list[int], targets: list[int]) -> StateAccess:
+        return StateAccess(
+            group_ids=[0],
+            sources=np.array([sources]),
+            targets=np.array([targets]),
+            reads=np.array([True, True]),
+            in_place=np.array(sources) == np.array(targets),
+            before=np.array([[11, 22]], dtype=np.uint64),
+            after=np.array([[12, 23]], dtype=np.uint64),
+            tags=np.array([[0, 1]]),
+        )
+
+    def step(what: StateAccess) -> None:
+        memory.erase()
+        memory.slots[what.sources, 0] = what.before
+        states.check_reads([what], "step 0", ["a", "b"])
+        states.write([what], "step 0", ["a", "b"])
+        states.check_kept([what], "step 0", ["a", "b"])
+
+    step(access([1, 2], [3, 4]))
+    step(access([1, 2], [1, 4]))
+    assert states.reads_checked == states.writes_done == 4
+    with pytest.raises(WriteFault, match=r"step 0: overwritten while it is read: a, group 0"):
+        step(access([1, 2], [3, 1]))
+    with pytest.raises(WriteFault, match="two owners write to block 3"):
+        step(access([1, 2], [3, 3]))
+    with pytest.raises(WriteFault, match="writes to the null block"):
+        step(access([1, 2], [3, 0]))
