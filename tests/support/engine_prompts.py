@@ -4,11 +4,12 @@
 import random
 from collections.abc import Sequence
 
-#: Token ids that mean something in every tokenizer that the tests use.
+#: Token ids of printable characters in the tiny models' vocabulary.
 ORDINARY_TOKENS = range(37, 132)
 
 FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    "The grass is green. The sky is blue. The sun is yellow. "
+    "Here we go. There and back again. "
 )
 
 

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import sys
-from contextlib import suppress
 from typing import Any
 
 
@@ -22,6 +21,7 @@ def main(read_fd: int, write_fd: int) -> None:
             # A failure ends the process, with its traceback at the end of the log.
             results.write(json.dumps(run_job(json.loads(line))) + "\n")
             results.flush()
+            gc.collect()  # Engines and their weights are full of cycles.
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +62,7 @@ class Probe:
     """Looks into the scheduler, where the engine core runs in this process."""
 
     def __init__(self, llm: Any) -> None:
+        self.llm = llm
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         self.scheduler = getattr(core, "scheduler", None)
         self.manager = getattr(self.scheduler, "kv_cache_manager", None)
@@ -95,8 +96,11 @@ class Probe:
         publisher = self.scheduler.kv_event_publisher
         publisher.publish = lambda batch: self.events.extend(map(repr, batch.events))
 
-    def usage(self) -> float | None:
-        return None if self.manager is None else self.manager.usage
+    def usage(self) -> float:
+        """Share of the KV cache in use; as of the last step where it is out of reach."""
+        if self.manager is None:
+            return metric(self.llm, "kv_cache_usage_perc")
+        return self.manager.usage
 
     def summary(self) -> dict[str, Any]:
         if self.manager is None:
@@ -183,18 +187,20 @@ def drive(llm: Any, spec: dict[str, Any]) -> list[Any]:
             outputs |= {int(output.request_id): output for output in engine.step()}
         step += 1
     # Aborts do not wait for the steps in flight that still hold their blocks.
-    with suppress(AttributeError):
-        while engine.engine_core.engine_core.batch_queue:
-            engine.step()
+    core = getattr(engine.engine_core, "engine_core", None)
+    while getattr(core, "batch_queue", None):
+        engine.step()
     return [outputs.get(i) for i in range(len(prompts))]
 
 
-def describe(output: Any) -> dict[str, Any] | None:
+def describe(output: Any) -> dict[str, Any]:
+    """None is an output, too: of a request that was aborted before its first token."""
     if output is None:
-        return None
+        return {"finished": False, "token_ids": [], "logprobs": []}
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     return {
+        "finished": output.finished,
         "token_ids": token_ids,
         "logprobs": [
             step[token].logprob
@@ -216,14 +222,13 @@ COUNTERS = (
 
 def counters(llm: Any) -> dict[str, int]:
     """vLLM's own counters; all 0 with ``disable_log_stats``."""
-    values = dict.fromkeys(COUNTERS, 0)
+    return {name: int(metric(llm, name)) for name in COUNTERS}
+
+
+def metric(llm: Any, name: str) -> float:
     if not llm.llm_engine.log_stats:
-        return values
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix("vllm:")
-        if name in values:
-            values[name] += metric.value
-    return values
+        return 0
+    return sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}")
 
 
 def embed(llm: Any, texts: list[str]) -> list[list[float]]:
@@ -237,8 +242,6 @@ def shut_down(llm: Any) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
     cleanup_dist_env_and_memory()
 
 

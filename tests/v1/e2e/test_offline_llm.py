@@ -85,6 +85,7 @@ def test_engine_core_in_a_process_of_its_own(
     (line,) = log_lines(fork)
     assert line.startswith("Hybrid KV cache: active, 2 managers for 6 KV cache groups")
     assert_same_outputs(base, fork)
+    assert_all_released(fork)
     assert fork.rounds[1].counters == base.rounds[1].counters
     assert fork.rounds[1].counters["prefix_cache_hits"] > 0
 

@@ -26,7 +26,7 @@ from support.engine import (
     assert_same_outputs,
     verify_pair,
 )
-from support.engine_prompts import prompts, random_tokens
+from support.engine_prompts import pass_key_prompt, prompts, random_tokens
 
 #: Around the tiny models' window of 64 tokens, and far beyond it.
 LENGTHS = [40, 64, 65, 130, 200, 310]
@@ -34,6 +34,7 @@ SHARED = random_tokens(200, seed=99)
 
 #: Too small for the requests of `busy_rounds`; the groups of a type share it.
 SMALL_POOLS = {"tiny-gemma3": 56, "tiny-gemma2": 30, "tiny-mistral": 12, "tiny-llama": 24}
+REAL_POOL = 190
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64}
 
 
@@ -270,37 +271,41 @@ def test_kv_cache_events(engines: EnginePair, tiny_gemma3: Path) -> None:
     assert sorted(fork.events) == sorted(base.events)
 
 
+def real_texts() -> list[str]:
+    """Two shorter than Gemma 3 270M's window of 512 tokens, two longer."""
+    keys = {"86465": 13, "31927": 14, "40518": 18, "50748": 25}
+    return [pass_key_prompt(key, num_fillers) for key, num_fillers in keys.items()]
+
+
 def test_gemma3_270m(engines: EnginePair, gemma3_270m: Path) -> None:
-    """A real model: prompts around and beyond its window of 512 tokens."""
-    lengths, shared = [500, 530, 700], random_tokens(560, seed=3)
-    siblings = prompts([600, 640], seed=10, shared=shared)
+    """A real model, in a pool that two requests fit in when they start, and outgrow."""
+    texts = real_texts()
     base, fork = engines.run(
         gemma3_270m,
         [
-            Round(prompts(lengths, seed=1), max_tokens=24),
-            Round([*siblings, *prompts(lengths, seed=1)[:2]], max_tokens=24),
-            Round([siblings[0]], max_tokens=24),
+            Round(texts[:3], max_tokens=96),
+            Round([f"{texts[3]} 50748. Now say it again:", *texts[::-1]], max_tokens=24),
         ],
-        max_num_batched_tokens=512,
-        num_gpu_blocks_override=340,
+        max_num_batched_tokens=256,
+        num_gpu_blocks_override=REAL_POOL,
     )
 
     assert_same_outputs(base, fork, logprob_tolerance=1e-3)
+    assert_preempted(base, fork)
+    assert fork.total("prefix_cache_hits") > 0
 
 
 def test_gemma3_270m_in_its_own_dtype(engines: EnginePair, gemma3_270m: Path) -> None:
-    lengths = [130, 520, 600]
+    texts = real_texts()
     base, fork = engines.run(
         gemma3_270m,
-        [
-            Round(prompts(lengths, seed=1), max_tokens=24),
-            Round(prompts(lengths, seed=1)[::-1], max_tokens=24),
-        ],
+        [Round(texts, max_tokens=24), Round(texts[::-1], max_tokens=24)],
         dtype="bfloat16",
     )
 
     assert_same_outputs(base, fork, logprob_tolerance=1e-3)
     assert_same_hits(base, fork)
+    assert fork.num_steps == base.num_steps
 
 
 def test_two_tensor_parallel_ranks(tiny_gemma3: Path) -> None:
