@@ -50,6 +50,17 @@ class KVCacheEventLog:
                 BlockRemoved(block_hashes=[block_hash], medium=MEDIUM_GPU, group_idx=group_id)
             )
 
+    def reused(
+        self, request: Request, type_id: int, block_hashes: BlockHashList, num_blocks: int
+    ) -> None:
+        """A request hit its first ``num_blocks`` blocks: as if they were stored anew, for
+        requests that ask for it.
+        """
+        # Pooling requests do not have the attribute.
+        if num_blocks and getattr(request, "kv_cache_report_mode", "incremental") == "full":
+            span = range(num_blocks)
+            self.stored(request, type_id, block_hashes, span, span)
+
     def stored(
         self,
         request: Request,

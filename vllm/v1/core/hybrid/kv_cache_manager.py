@@ -13,9 +13,9 @@ from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.kv_cache_blocks import KVCacheBlocks, get_group_layout
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog
+from vllm.v1.core.hybrid.left_to_base import LeftToBase
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     get_kv_cache_spec_kind,
@@ -25,7 +25,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
 
-class KVCacheManager:
+class KVCacheManager(LeftToBase):
     """Allocates, caches and frees the KV cache blocks of all requests.
 
     Takes the constructor arguments of base's class and has every method and attribute
@@ -113,9 +113,6 @@ class KVCacheManager:
             )
             for group in kv_cache_config.kv_cache_groups
         )
-        # Of features that the fork leaves to base.
-        self.mamba_shared_prefix_checkpoint = False
-        self.retained_hit_group_ids: tuple[int, ...] = ()
 
         # Per request, the token count below which no call has anything to do (see
         # `KVCacheCoordinator.next_event`). Most decode steps end here.
@@ -140,8 +137,11 @@ class KVCacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         hit = self.coordinator.find_hit(request.block_hashes, request.num_tokens - 1)
-        if hit.num_tokens and self.block_pool.event_log is not None:
-            self._report_reused_blocks(request, hit.blocks, self.block_pool.event_log)
+        if self.block_pool.event_log is not None:
+            for manager, blocks in zip(self.coordinator.managers, hit.blocks, strict=True):
+                self.block_pool.event_log.reused(
+                    request, manager.type_id, manager.block_hashes_of(request), len(blocks)
+                )
         junction = hit.num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
         return self._kv_cache_blocks(hit.blocks), hit.num_tokens, junction
 
@@ -401,20 +401,6 @@ class KVCacheManager:
         if self.verify_every_step:
             self.check_integrity()
 
-    def take_kv_cache_block_copies(
-        self,
-    ) -> tuple[list[KVCacheBlockCopy], list[GroupedKVCacheBlock]]:
-        """Copies on write of partly hit blocks: none, since hits end at block boundaries."""
-        return [], []
-
-    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Mamba states for a KV connector: none."""
-        return {}
-
-    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
-        """Mamba states of a finished request for a KV connector: none."""
-        return []
-
     def check_integrity(self) -> None:
         """Verify everything that bookkeeping shows.
 
@@ -432,15 +418,3 @@ class KVCacheManager:
         if not any(blocks):
             return self.empty_kv_cache_blocks
         return KVCacheBlocks(blocks, self._group_layout)
-
-    def _report_reused_blocks(
-        self, request: Request, hits: BlocksByType, event_log: KVCacheEventLog
-    ) -> None:
-        """Publish a hit as if it were stored anew, for requests that ask for it."""
-        # Pooling requests do not have the attribute.
-        if getattr(request, "kv_cache_report_mode", "incremental") != "full":
-            return
-        for manager, blocks in zip(self.coordinator.managers, hits, strict=True):
-            span = range(len(blocks))
-            hashes = manager.block_hashes_of(request)
-            event_log.stored(request, manager.type_id, hashes, span, span)
