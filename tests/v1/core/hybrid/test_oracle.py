@@ -328,10 +328,11 @@ def test_an_id_is_used_again_after_an_abort(manager_cls: Any) -> None:
 
 @pytest.mark.parametrize("num_lookahead_tokens", [0, 3])
 @pytest.mark.parametrize("name", [n for n in PIPELINES if n != "pipeline parallel"])
-def test_speculative_decoding(name: str, num_lookahead_tokens: int) -> None:
+def test_speculative_decoding(manager_cls: Any, name: str, num_lookahead_tokens: int) -> None:
+    """The factory leaves it to base still; the manager itself must not cache drafts."""
     pipeline = PIPELINES[name]
     engine = make_engine(
-        BaseManager,
+        manager_cls,
         pipeline,
         extra_blocks=12,
         num_spec_tokens=3,
