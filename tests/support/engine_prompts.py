@@ -8,8 +8,7 @@ from collections.abc import Sequence
 ORDINARY_TOKENS = range(37, 132)
 
 FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. "
-    "Here we go. There and back again. "
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 )
 
 
