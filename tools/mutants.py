@@ -192,7 +192,7 @@ MUTANTS = (
         "a block that is not full is cached",
         BASE,
         "span = range(table.num_cached, num_tokens // self.block_size)",
-        "span = range(table.num_cached, min(len(table.blocks), cdiv(num_tokens, self.block_size),"
+        "span = range(table.num_cached, min(len(table.blocks),"
         " len(self.block_hashes_of(request))))",
     ),
     Mutant(

@@ -42,6 +42,7 @@ SHAPES = {
     "larger blocks in the window": (Full(8), Sliding(40, 32, 3)),
     "larger blocks in full attention": (Full(32), Sliding(20, 8, 3)),
     "block sizes that do not divide": (Full(6), Sliding(10, 4, 2)),
+    "full attention in blocks that do not divide": (Full(6), Full(4, 2)),
     "blocks of one token": (Full(1), Sliding(3, 1, 2)),
     "two precisions, zeroed blocks": (Full(16), Sliding(20, 16, 2, half_precision=True)),
 }
