@@ -30,7 +30,9 @@ from support.server_questions import (
 
 WINDOW = 64
 BLOCK_SIZE = 32
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 4096
+#: Takes seconds: a request of so many tokens still runs whatever its client does meanwhile.
+LONG_ANSWER = 3800
 #: Longer than the window by far.
 LONG_TEXT = " ".join(f"Line {i}: the quick brown fox jumps over the lazy dog." for i in range(8))
 
@@ -38,7 +40,11 @@ LONG_TEXT = " ".join(f"Line {i}: the quick brown fox jumps over the lazy dog." f
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     model = checkpoints.tiny_gemma3()
-    with Server(model, fork=False) as base, Server(model, fork=True) as fork:
+    arguments = [f"--max-model-len={MAX_MODEL_LEN}"]
+    with (
+        Server(model, fork=False, arguments=arguments) as base,
+        Server(model, fork=True, arguments=arguments) as fork,
+    ):
         yield Servers(base.wait_until_healthy(), fork.wait_until_healthy())
 
 
@@ -179,7 +185,7 @@ def test_stream_comes_in_pieces(servers: Servers) -> None:
 
 
 def test_aborted_stream_frees_its_blocks(servers: Servers) -> None:
-    prompt, max_tokens = text_prompt(200, seed=8), 800
+    prompt, max_tokens = text_prompt(200, seed=8), LONG_ANSWER
 
     def abort(server: Server) -> str:
         generated = server.metric("vllm:generation_tokens_total")
@@ -201,14 +207,16 @@ def test_aborted_stream_frees_its_blocks(servers: Servers) -> None:
 
 
 def test_client_that_gives_up_waiting_frees_its_blocks(servers: Servers) -> None:
-    body = {"model": MODEL_NAME, "prompt": text_prompt(100, 9), "max_tokens": 900}
+    body = {"model": MODEL_NAME, "prompt": text_prompt(100, 9), "max_tokens": LONG_ANSWER}
+    # An answer may not end by itself before the client has lost its patience.
+    body |= {"ignore_eos": True, "temperature": 0}
 
     def give_up(server: Server) -> str:
         generated = server.metric("vllm:generation_tokens_total")
         with httpx.Client(base_url=server.api_url) as client, pytest.raises(httpx.ReadTimeout):
             client.post("/completions", json=body, timeout=0.5)
         wait_until_idle(server)
-        assert server.metric("vllm:generation_tokens_total") - generated < 900
+        assert server.metric("vllm:generation_tokens_total") - generated < LONG_ANSWER
         return text_of(complete(server, body["prompt"]))
 
     assert servers.both(give_up)
@@ -267,8 +275,7 @@ def test_reset_prefix_cache_while_a_request_runs(servers: Servers) -> None:
         names = ("vllm:num_preemptions_total", "vllm:generation_tokens_total")
         before = [server.metric(name) for name in names]
         with client_of(server) as client:
-            # Long enough to run all the while, however slow this client is.
-            stream = start_stream(client, prompt, max_tokens=800)
+            stream = start_stream(client, prompt, max_tokens=LONG_ANSWER)
             text = next(stream).choices[0].text
             refused = server.reset_prefix_cache()
             interrupted = server.reset_prefix_cache(reset_running_requests=True)
@@ -351,16 +358,16 @@ COMPLETION = {"model": MODEL_NAME, "prompt": "Hello", "max_tokens": 8, "temperat
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
 #: Requests with something wrong: the path, and the body's text or values.
 BAD_REQUESTS: dict[str, tuple[str, str | dict[str, Any]]] = {
-    "prompt too long": ("completions", COMPLETION | {"prompt": "x" * 2000}),
+    "prompt too long": ("completions", COMPLETION | {"prompt": "x" * 2 * MAX_MODEL_LEN}),
     "prompt as long as the model's limit": (
         "completions",
         COMPLETION | {"prompt": "x" * (MAX_MODEL_LEN - 1)},
     ),
     "chat too long": (
         "chat/completions",
-        CHAT | {"messages": [{"role": "user", "content": "x" * 2000}]},
+        CHAT | {"messages": [{"role": "user", "content": "x" * 2 * MAX_MODEL_LEN}]},
     ),
-    "token ids too many": ("completions", COMPLETION | {"prompt": [40] * 1500}),
+    "token ids too many": ("completions", COMPLETION | {"prompt": [40] * 2 * MAX_MODEL_LEN}),
     "token id out of the vocabulary": ("completions", COMPLETION | {"prompt": [40, 100_000]}),
     "not JSON": ("completions", '{"model": "tiny", "prompt": '),
     "nothing": ("completions", ""),
