@@ -47,17 +47,24 @@ def attention_kinds(draw: st.DrawFn) -> tuple[AttentionKind, ...]:
 def oracle_settings(draw: st.DrawFn) -> OracleSettings:
     max_num_seqs = draw(st.sampled_from([8, 3, 1]))
     async_scheduling = draw(st.booleans())
+    steps_in_flight = draw(st.sampled_from([1, 2] if async_scheduling else [0, 1]))
+    # Base does not speculate with pipeline parallelism's steps in flight.
+    speculates = (async_scheduling or steps_in_flight == 0) and draw(
+        st.sampled_from([False, False, True])
+    )
     return OracleSettings(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.sampled_from([128, 24, max_num_seqs])),
         max_model_len=_MAX_MODEL_LEN,
         async_scheduling=async_scheduling,
-        steps_in_flight=draw(st.sampled_from([1, 2] if async_scheduling else [0, 1])),
+        steps_in_flight=steps_in_flight,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         watermark=draw(st.sampled_from([0.0, 0.1])),
         enable_prefix_caching=draw(st.sampled_from([True] * 7 + [False])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 5])),
         reserve_full_sequence=draw(st.sampled_from([True, False])),
+        num_spec_tokens=draw(st.integers(1, 4)) if speculates else 0,
+        num_lookahead_tokens=draw(st.sampled_from([0, 3])) if speculates else 0,
         model_runner_v2=draw(st.booleans()),
         vocab_size=64,
         run_early=draw(st.booleans()),
