@@ -101,16 +101,19 @@ def main() -> int:
     if not mutants:
         parser.error(f"--only is {arguments.only!r}; no fault has it in its description")
 
-    console = Console()
+    console, progress = Console(), Console(stderr=True)
     with ThreadPoolExecutor(max(arguments.jobs, 1)) as pool:
-        results = list(
-            track(
-                pool.map(check, [None, *mutants]),
-                total=len(mutants) + 1,
-                description="planting faults",
-                console=Console(stderr=True),
-            )
-        )
+        results = []
+        for mutant, by_layer in track(
+            zip([None, *mutants], pool.map(check, [None, *mutants]), strict=True),
+            total=len(mutants) + 1,
+            description="planting faults",
+            console=progress,
+        ):
+            # All of them take most of an hour: nobody should wait for the table in the dark.
+            caught_by = ", ".join(layer for layer in LAYERS if by_layer[layer]) or "none"
+            progress.print(f"{mutant.fault if mutant else 'no fault'}: {caught_by}")
+            results.append(by_layer)
     unchanged, *caught = results
     table = Table(title="Planted faults and the first test of each layer that caught them")
     table.add_column("fault")
