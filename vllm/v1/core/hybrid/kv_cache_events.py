@@ -23,6 +23,12 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 from vllm.v1.request import Request
 
 
+def wants_hits_reported(request: Request) -> bool:
+    """Whether a request has its prefix hits published as if they were stored anew."""
+    # Pooling requests do not have the attribute.
+    return getattr(request, "kv_cache_report_mode", "incremental") == "full"
+
+
 class KVCacheEventLog:
     """Collects the events of a pool: one event per KV cache group, as base publishes
     them, although the groups of a type change together.
@@ -49,17 +55,6 @@ class KVCacheEventLog:
             self._events.append(
                 BlockRemoved(block_hashes=[block_hash], medium=MEDIUM_GPU, group_idx=group_id)
             )
-
-    def reused(
-        self, request: Request, type_id: int, block_hashes: BlockHashList, num_blocks: int
-    ) -> None:
-        """A request hit its first ``num_blocks`` blocks: as if they were stored anew, for
-        requests that ask for it.
-        """
-        # Pooling requests do not have the attribute.
-        if num_blocks and getattr(request, "kv_cache_report_mode", "incremental") == "full":
-            span = range(num_blocks)
-            self.stored(request, type_id, block_hashes, span, span)
 
     def stored(
         self,

@@ -12,7 +12,7 @@ from vllm.v1.core.hybrid.coordinators.base import BlocksByType
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.kv_cache_blocks import KVCacheBlocks, get_group_layout
-from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog
+from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog, wants_hits_reported
 from vllm.v1.core.hybrid.left_to_base import LeftToBase
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
@@ -137,11 +137,12 @@ class KVCacheManager(LeftToBase):
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         hit = self.coordinator.find_hit(request.block_hashes, request.num_tokens - 1)
-        if self.block_pool.event_log is not None:
+        event_log = self.block_pool.event_log
+        if hit.num_tokens and event_log is not None and wants_hits_reported(request):
             for manager, blocks in zip(self.coordinator.managers, hit.blocks, strict=True):
-                self.block_pool.event_log.reused(
-                    request, manager.type_id, manager.block_hashes_of(request), len(blocks)
-                )
+                span = range(len(blocks))
+                hashes = manager.block_hashes_of(request)
+                event_log.stored(request, manager.type_id, hashes, span, span)
         junction = hit.num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
         return self._kv_cache_blocks(hit.blocks), hit.num_tokens, junction
 
