@@ -225,15 +225,8 @@ class Attention:
     ) -> str:
         group, request, column, slot = np.argwhere(wrong)[0]
         block = int(blocks[group, request, column])
-        owner = int(self.memory.owner[block])
-        if block == 0:
-            content = "is the null block"
-        elif owner < 0:
-            content = "holds nothing"
-        else:
-            serial, owner_group = divmod(owner, self.num_groups)
-            written = "a wrong prefix" if self.memory.slots[block, slot] else "nothing at that slot"
-            content = f"holds {written}, last owner {self.names[serial]} in group {owner_group}"
+        written = "a wrong prefix" if self.memory.slots[block, slot] else "nothing at that slot"
+        content = self.memory.describe(block, written, self.names, self.num_groups)
         return (
             f"step {step.index}: {step.requests[request].req_id}, group "
             f"{tables.group_ids[group]}, reads position {positions[request, column, slot]} "

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of the KV cache in device memory: what was last written to every slot."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .faults import WriteFault
@@ -53,6 +55,19 @@ class DeviceMemory:
             # The same, but faster.
             return self.slots.take(blocks, axis=0)
         return self.slots[:, :block_size][blocks]
+
+    def describe(self, block: int, written: str, names: Sequence[str], num_groups: int) -> str:
+        """What a block is or holds, for messages.
+
+        Tags are ``serial * num_groups + group``; ``names`` are the request ids of the serials.
+        """
+        owner = int(self.owner[block])
+        if block == 0:
+            return "is the null block"
+        if owner == _NOBODY:
+            return "holds nothing"
+        serial, group = divmod(owner, num_groups)
+        return f"holds {written}, last owner {names[serial]} in group {group}"
 
     def erase(self, blocks: list[int] | None = None) -> None:
         """Empty some blocks, or all."""

@@ -145,14 +145,7 @@ class StateMemory:
     def _describe(self, access: StateAccess, wrong: np.ndarray, req_ids: list[str]) -> str:
         group, request = np.argwhere(wrong)[0]
         block = int(access.sources[group, request])
-        owner = int(self.memory.owner[block])
-        if block == 0:
-            content = "is the null block"
-        elif owner < 0:
-            content = "holds nothing"
-        else:
-            serial, owner_group = divmod(owner, self.num_groups)
-            content = f"holds another state, last owner {self.names[serial]} in group {owner_group}"
+        content = self.memory.describe(block, "another state", self.names, self.num_groups)
         return (
             f"{req_ids[request]}, group {access.group_ids[group]}, starts from the state in "
             f"block {block}, which {content}"
