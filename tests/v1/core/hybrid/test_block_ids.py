@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,7 +107,6 @@ def test_what_is_not_a_number_is_a_type_error():
 
 
 def test_numbers_with_an_index_are_numbers():
-    numpy = pytest.importorskip("numpy")
     blank = BlankBlockIds(numpy.int64(4))
     ids = numpy.array(blank.take(numpy.int32(3)), dtype=numpy.int32)
     blank.give_back(ids)
