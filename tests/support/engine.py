@@ -286,6 +286,7 @@ def assert_same_outputs(
     assert len(base.rounds) == len(fork.rounds) > 0
     for of_base, of_fork in zip(base.rounds, fork.rounds, strict=True):
         assert len(of_base.requests) == len(of_fork.requests) > 0
+        assert any(of_base.token_ids)
         for expected, got in zip(of_base.requests, of_fork.requests, strict=True):
             assert got["finished"] == expected["finished"]
             count = len(expected["token_ids"])
