@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 
+from vllm.v1.core.kv_cache_utils import BlockHash
+
 class BlankBlockIds:
     """The physical block ids that hold nothing reusable: a stack.
 
@@ -31,3 +33,22 @@ class BlankBlockIds:
 
     def __len__(self) -> int: ...
     def __contains__(self, id: int) -> bool: ...
+
+class BlockHasher:
+    """Chained hashes of full blocks of tokens: base's, of (parent, tokens, None).
+
+    ``algorithm`` is sha256, sha256_cbor, xxhash or xxhash_cbor. ValueError for another, or
+    unless 1 <= block_size <= 8192.
+    """
+
+    def __init__(self, algorithm: str, block_size: int) -> None: ...
+    def hash_blocks(self, parent: bytes, tokens: list[int], start: int) -> list[BlockHash]:
+        """Hash the full blocks of ``tokens[start:]``; the interpreter lock is released.
+
+        ``parent`` is the hash before the first block. ValueError for a start outside of the
+        list or a parent that is empty or longer than 255 bytes, TypeError for tokens that
+        are no ints, OverflowError for those that do not fit in 32 bits.
+        """
+
+def sha256_portable(message: bytes) -> bytes:
+    """SHA-256 without the processor's SHA instructions, for tests."""

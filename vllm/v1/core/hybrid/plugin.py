@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin: makes base's scheduler build its KV cache manager through our factory.
 
-vLLM loads the entry point in every process. Three names of base are replaced, and
+vLLM loads the entry point in every process. Four names of base are replaced, and
 `deactivate` puts them back:
 
 - ``KVCacheManager`` in the scheduler's module, by `factory.create_kv_cache_manager`;
 - ``Scheduler.__init__``, by a wrapper that lets the factory see the engine's configuration;
 - ``EngineArgs.create_engine_config``, by a wrapper that makes a bad option an error before a
-  model is loaded.
+  model is loaded;
+- ``get_request_block_hasher`` in the engine core's module, by one that hashes in native code.
 
 The fork is on unless ``VLLM_HYBRID_KV`` is 0. On or off, base's check of environment variables
 is told of that name.
@@ -91,17 +92,19 @@ def activate() -> None:
         _warn_once(obstacle)
         return
 
-    # These two cost nothing (0.1 s at most) where vLLM loads plugins: what they import
+    # These cost nothing (0.1 s at most) where vLLM loads plugins: what they import
     # is already there or comes with the model.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.hybrid.factory import create_kv_cache_manager
     from vllm.v1.core.sched import scheduler
+    from vllm.v1.engine import core
 
     _replace(scheduler, "KVCacheManager", create_kv_cache_manager)
     _replace(scheduler.Scheduler, "__init__", _with_engine(scheduler.Scheduler.__init__))
     _replace(
         EngineArgs, "create_engine_config", _with_checked_options(EngineArgs.create_engine_config)
     )
+    _replace(core, "get_request_block_hasher", _with_native_code(core.get_request_block_hasher))
     _active = True
 
 
@@ -144,6 +147,17 @@ def _with_checked_options(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(self, *args, **kwargs)
 
     return create_engine_config
+
+
+def _with_native_code(get_base_hasher: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.v1.core.hybrid.block_hasher import create_request_block_hasher
+
+    @functools.wraps(get_base_hasher)
+    def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Any) -> Any:
+        base_hasher = get_base_hasher(hash_block_size, caching_hash_fn)
+        return create_request_block_hasher(hash_block_size, caching_hash_fn, base_hasher)
+
+    return get_request_block_hasher
 
 
 def _warn_once(obstacle: str) -> None:

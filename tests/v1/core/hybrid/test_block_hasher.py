@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Native block hashes are base's, for every algorithm and kind of request."""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.hybrid import block_hasher
+from vllm.v1.core.hybrid._core import BlockHasher, sha256_portable
+from vllm.v1.core.hybrid.block_hasher import MAX_NATIVE_BLOCK_SIZE, create_request_block_hasher
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
+ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+#: Values around each length that a token has in a pickle or in CBOR.
+EDGES = [0, 23, 24, 255, 256, 65535, 65536, 2**31 - 1, -1, -24, -25, -256, -257, -(2**31)]
+
+tokens_of_any_length = st.one_of(
+    st.sampled_from(EDGES), st.integers(0, 262_144), st.integers(-(2**31), 2**31 - 1)
+)
+
+
+@pytest.fixture(params=ALGORITHMS)
+def hash_fn(request: pytest.FixtureRequest) -> Callable[[Any], bytes]:
+    return get_hash_fn_by_name(request.param)
+
+
+@pytest.fixture(autouse=True)
+def none_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", hashlib.sha256(b"none").digest(), False)
+
+
+def make_request(tokens: list[int], **changes: Any) -> Request:
+    arguments: dict[str, Any] = {"prompt_token_ids": tokens} | changes
+    return Request(
+        request_id="r",
+        sampling_params=SamplingParams(max_tokens=8),
+        pooling_params=None,
+        **arguments,
+    )
+
+
+def image(offset: int, length: int) -> MultiModalFeatureSpec:
+    position = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=f"image {offset}", mm_position=position
+    )
+
+
+def assert_base_agrees(
+    request: Request, block_size: int, hash_fn: Callable[[Any], bytes], steps: list[list[int]]
+) -> int:
+    """Hash a request after its prompt and after each step; returns the number of hashes."""
+    base = get_request_block_hasher(block_size, hash_fn)
+    ours = create_request_block_hasher(block_size, hash_fn, base)
+    assert ours is not base
+    for new_tokens in ([], *steps):
+        request.append_output_token_ids(new_tokens)
+        expected = base(request)
+        assert ours(request) == expected
+        request.block_hashes.extend(expected)
+    return len(request.block_hashes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), algorithm=st.sampled_from(ALGORITHMS), block_size=st.integers(1, 70))
+def test_any_tokens_in_any_steps(data: st.DataObject, algorithm: str, block_size: int) -> None:
+    tokens = st.lists(tokens_of_any_length, max_size=3 * block_size)
+    prompt = data.draw(st.lists(tokens_of_any_length, min_size=1, max_size=4 * block_size))
+    request = make_request(prompt)
+    steps = data.draw(st.lists(tokens, max_size=3))
+    num_hashes = assert_base_agrees(request, block_size, get_hash_fn_by_name(algorithm), steps)
+    assert num_hashes == request.num_tokens // block_size
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16, 100, 1000, MAX_NATIVE_BLOCK_SIZE])
+def test_block_sizes(hash_fn: Callable[[Any], bytes], block_size: int) -> None:
+    # Five bytes a token: the largest block just fits in a frame of a pickle.
+    request = make_request([2**31 - 1 - i for i in range(2 * block_size)])
+    assert assert_base_agrees(request, block_size, hash_fn, [[5] * block_size]) == 3
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "salt": {"cache_salt": "salt"},
+    "adapter": {"lora_request": LoRARequest("adapter", 1, "/adapters/adapter")},
+    "image at the start": {"mm_features": [image(0, 20)]},
+    "images": {"mm_features": [image(3, 2), image(16, 16), image(40, 7)]},
+    "image in the last block": {"mm_features": [image(70, 10)]},
+    "image and salt": {"mm_features": [image(3, 2)], "cache_salt": "salt"},
+    "adapter and salt": {
+        "lora_request": LoRARequest("adapter", 1, "/adapters/adapter"),
+        "cache_salt": "salt",
+    },
+    "prompt embeddings": {
+        "prompt_token_ids": None,
+        "prompt_embeds": torch.arange(320, dtype=torch.float32).reshape(80, 4),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_extra_keys(hash_fn: Callable[[Any], bytes], kind: str) -> None:
+    request = make_request(list(range(1000, 1080)), **REQUESTS[kind])
+    assert assert_base_agrees(request, 16, hash_fn, [[1] * 15, [2], [3] * 40]) == 8
+
+
+def test_extra_keys_matter() -> None:
+    """The requests above do differ from a plain one, from their first block on or later."""
+    hash_fn = get_hash_fn_by_name("sha256")
+    plain = make_request(list(range(1000, 1080)))
+    assert_base_agrees(plain, 16, hash_fn, [])
+    for changes in REQUESTS.values():
+        request = make_request(list(range(1000, 1080)), **changes)
+        assert_base_agrees(request, 16, hash_fn, [])
+        assert request.block_hashes[-1] != plain.block_hashes[-1]
+
+
+def count_calls(hasher: Callable[[Request], Any], calls: list[int]) -> Callable[[Request], Any]:
+    def counting(request: Request) -> Any:
+        calls.append(len(request.block_hashes))
+        return hasher(request)
+
+    return counting
+
+
+def test_base_hashes_only_what_native_code_cannot() -> None:
+    hash_fn = get_hash_fn_by_name("sha256")
+    base = get_request_block_hasher(16, hash_fn)
+    for changes, expected in (
+        ({}, []),
+        (REQUESTS["salt"], []),
+        (REQUESTS["adapter"], [0, 5]),
+        # What follows the image is native again.
+        (REQUESTS["images"], [0]),
+        ({"prompt_token_ids": [2**40] * 80}, [0]),
+    ):
+        calls: list[int] = []
+        ours = create_request_block_hasher(16, hash_fn, count_calls(base, calls))
+        request = make_request(**({"tokens": list(range(80))} | changes_of(changes)))
+        for new_tokens in ([], [7] * 16):
+            request.append_output_token_ids(new_tokens)
+            request.block_hashes.extend(ours(request))
+        assert calls == expected
+        assert len(request.block_hashes) == 6
+
+
+def changes_of(changes: dict[str, Any]) -> dict[str, Any]:
+    tokens = changes.get("prompt_token_ids")
+    rest = {name: value for name, value in changes.items() if name != "prompt_token_ids"}
+    return rest if tokens is None else rest | {"tokens": tokens}
+
+
+def test_base_hashes_for_an_unknown_function_or_large_blocks() -> None:
+    def unknown(_: Any) -> bytes:
+        return b"hash"
+
+    base = get_request_block_hasher(16, unknown)
+    assert create_request_block_hasher(16, unknown, base) is base
+    sha256 = get_hash_fn_by_name("sha256")
+    assert create_request_block_hasher(MAX_NATIVE_BLOCK_SIZE + 1, sha256, base) is base
+
+
+def test_base_hashes_where_pickles_differ(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other(value: Any) -> bytes:
+        return get_hash_fn_by_name("sha256")((value, "written in another way"))
+
+    monkeypatch.setitem(block_hasher._ALGORITHMS, other, "sha256")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    base = get_request_block_hasher(16, other)
+    assert create_request_block_hasher(16, other, base) is base
+    assert "base hashes the blocks" in caplog.text
+
+
+def test_sha256_without_special_instructions() -> None:
+    for length in (*range(200), 1000, 4096):
+        message = bytes(i * 7 % 251 for i in range(length))
+        assert sha256_portable(message) == hashlib.sha256(message).digest()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: BlockHasher("md5", 16), ValueError, "algorithm must be sha256"),
+        (lambda: BlockHasher("sha256", 0), ValueError, "block_size must be from 1 to 8192, not 0"),
+        (lambda: BlockHasher("sha256", 8193), ValueError, "not 8193"),
+        (lambda: hash_blocks(parent=b""), ValueError, "parent must have from 1 to 255 bytes"),
+        (lambda: hash_blocks(parent=bytes(256)), ValueError, "not 256"),
+        (lambda: hash_blocks(start=-1), ValueError, "start must be from 0 to 4, not -1"),
+        (lambda: hash_blocks(start=5), ValueError, "not 5"),
+        (lambda: hash_blocks(tokens=[1, 2, 3, "4"]), TypeError, "tokens must be ints"),
+        (lambda: hash_blocks(tokens=[1, 2, 3, 2**31]), OverflowError, "fit in 32 bits"),
+        (lambda: hash_blocks(tokens=[1, 2, 3, -(2**70)]), OverflowError, "fit in 32 bits"),
+    ],
+)
+def test_wrong_use_raises(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def hash_blocks(parent: bytes = b"p", tokens: Any = (1, 2, 3, 4), start: int = 0) -> Any:
+    return BlockHasher("sha256", 2).hash_blocks(parent, list(tokens), start)
