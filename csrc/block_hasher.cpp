@@ -10,108 +10,88 @@
 namespace hybrid_kv {
 namespace {
 
-// Writes to memory that has room.
-class Writer {
- public:
-  explicit Writer(std::uint8_t* begin) : at_(begin) {}
+using Byte = std::uint8_t;
 
-  std::uint8_t* at() const { return at_; }
-  void byte(std::uint8_t value) { *at_++ = value; }
-  void bytes(const void* data, std::size_t size) {
-    std::memcpy(at_, data, size);
-    at_ += size;
-  }
-  void little_endian(std::uint64_t value, int size) {
-    for (int i = 0; i < size; ++i) byte(static_cast<std::uint8_t>(value >> (8 * i)));
-  }
-  void big_endian(std::uint64_t value, int size) {
-    for (int i = size - 1; i >= 0; --i) byte(static_cast<std::uint8_t>(value >> (8 * i)));
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are written as they lie in memory");
+
+constexpr std::size_t kMaxToken = 5, kMaxParent = 255;  // bytes
+
+// Writers put `value` at `at` and return where the next one goes. This one stores all eight bytes,
+// whatever `size` says. The sizes of tokens are computed, too: a branch on them is mispredicted.
+Byte* put_word(Byte* at, std::uint64_t value, std::size_t size) {
+  std::memcpy(at, &value, sizeof value);
+  return at + size;
+}
+
+Byte* put_bytes(Byte* at, const void* data, std::size_t size) {
+  std::memcpy(at, data, size);
+  return at + size;
+}
+
+// Pickle protocol 5, as CPython's C pickler writes it.
+struct Pickle {
+  static constexpr std::size_t kFrameStart = 11;  // after protocol and frame opcodes
+
+  // All before the tokens.
+  static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size, std::size_t num_tokens) {
+    *at++ = 0x80, *at++ = 5;  // protocol
+    *at++ = 0x95, at += 8;    // frame; its size comes last
+    *at++ = 'C', *at++ = static_cast<Byte>(parent_size);
+    at = put_bytes(at, parent, parent_size);
+    *at++ = 0x94;  // memoize
+    if (num_tokens > 3) *at++ = '(';
+    return at;
   }
 
- private:
-  std::uint8_t* at_;
+  static Byte* token(Byte* at, std::int32_t value) {
+    const auto bits = static_cast<std::uint32_t>(value);
+    const unsigned large = bits > 0xffff, small = bits <= 0xff;
+    const unsigned opcode = 'M' - large * ('M' - 'J') - small * ('M' - 'K');
+    return put_word(at, std::uint64_t{bits} << 8 | opcode, 3 + 2 * large - small);
+  }
+
+  // All after the tokens.
+  static Byte* end(Byte* message, Byte* at, std::size_t num_tokens, const std::string& rest) {
+    *at++ = num_tokens > 3 ? Byte{'t'} : static_cast<Byte>(0x84 + num_tokens);  // tuple
+    *at++ = 0x94;                                                               // memoize
+    at = put_bytes(at, rest.data(), rest.size());
+    put_word(message + 3, static_cast<std::uint64_t>(at - message) - kFrameStart, 8);
+    return at;
+  }
 };
 
-// Parent and tokens take 5 bytes each at most; the rest is a few dozen.
-std::size_t max_serialized_size(std::size_t parent_size, std::size_t num_tokens) {
-  return 64 + parent_size + 5 * num_tokens;
-}
+// Canonical CBOR (RFC 8949).
+struct Cbor {
+  static constexpr Byte kUnsigned = 0, kNegative = 1, kBytes = 2, kArray = 4;
 
-// Python's pickle protocol 5 of (parent, tokens, None), as CPython's C pickler writes it.
-std::size_t write_pickle(std::uint8_t* out, const std::uint8_t* parent, std::size_t parent_size,
-                         const std::int32_t* tokens, std::size_t num_tokens) {
-  constexpr std::uint8_t kProto = 0x80, kFrame = 0x95, kMemoize = 0x94, kShortBinBytes = 'C';
-  constexpr std::uint8_t kMark = '(', kTuple = 't', kNone = 'N', kStop = '.';
-  constexpr std::uint8_t kBinInt1 = 'K', kBinInt2 = 'M', kBinInt = 'J';
-  constexpr std::uint8_t kTupleOf[] = {0, 0x85, 0x86, 0x87};
-  constexpr std::size_t kFrameStart = 11;  // after protocol and frame opcodes
-
-  Writer to(out + kFrameStart);
-  to.byte(kShortBinBytes);
-  to.byte(static_cast<std::uint8_t>(parent_size));
-  to.bytes(parent, parent_size);
-  to.byte(kMemoize);
-  if (num_tokens > 3) to.byte(kMark);
-  for (std::size_t i = 0; i < num_tokens; ++i) {
-    const std::int32_t token = tokens[i];
-    if (0 <= token && token <= 0xff) {
-      to.byte(kBinInt1);
-      to.byte(static_cast<std::uint8_t>(token));
-    } else if (0 <= token && token <= 0xffff) {
-      to.byte(kBinInt2);
-      to.little_endian(static_cast<std::uint32_t>(token), 2);
-    } else {
-      to.byte(kBinInt);
-      to.little_endian(static_cast<std::uint32_t>(token), 4);
-    }
+  // The head of an item: its major type, and a count or value in the fewest bytes.
+  static Byte* head(Byte* at, Byte major, std::uint32_t value) {
+    const unsigned one = value >= 24, two = value > 0xff, four = value > 0xffff;
+    const unsigned follow = one + two + 2 * four;  // bytes that hold the value
+    // For none it is shifted out.
+    const auto in_front = static_cast<std::uint32_t>(std::uint64_t{value} << (32 - 8 * follow));
+    const unsigned info = value + one * (23 + one + two + four - value);
+    return put_word(at, std::uint64_t{__builtin_bswap32(in_front)} << 8 | unsigned{major} << 5 | info,
+                    1 + follow);
   }
-  to.byte(num_tokens > 3 ? kTuple : kTupleOf[num_tokens]);
-  to.byte(kMemoize);
-  to.byte(kNone);
-  to.byte(kTupleOf[3]);
-  to.byte(kMemoize);
-  to.byte(kStop);
 
-  Writer header(out);
-  header.byte(kProto);
-  header.byte(5);
-  header.byte(kFrame);
-  header.little_endian(static_cast<std::uint64_t>(to.at() - out) - kFrameStart, 8);
-  return static_cast<std::size_t>(to.at() - out);
-}
-
-// The head of a CBOR item (RFC 8949): its major type, and a count or value in the fewest bytes.
-void write_cbor_head(Writer& to, std::uint8_t major, std::uint64_t value) {
-  const auto type = static_cast<std::uint8_t>(major << 5);
-  if (value < 24) {
-    to.byte(static_cast<std::uint8_t>(type | value));
-    return;
+  static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size, std::size_t num_tokens) {
+    at = head(at, kArray, 3);
+    at = head(at, kBytes, static_cast<std::uint32_t>(parent_size));
+    at = put_bytes(at, parent, parent_size);
+    return head(at, kArray, static_cast<std::uint32_t>(num_tokens));
   }
-  const int log_size = value <= 0xff ? 0 : value <= 0xffff ? 1 : 2;
-  to.byte(static_cast<std::uint8_t>(type | (24 + log_size)));
-  to.big_endian(value, 1 << log_size);
-}
 
-// Canonical CBOR of (parent, tokens, None).
-std::size_t write_cbor(std::uint8_t* out, const std::uint8_t* parent, std::size_t parent_size,
-                       const std::int32_t* tokens, std::size_t num_tokens) {
-  constexpr std::uint8_t kUnsigned = 0, kNegative = 1, kBytes = 2, kArray = 4, kNull = 0xf6;
-  Writer to(out);
-  write_cbor_head(to, kArray, 3);
-  write_cbor_head(to, kBytes, parent_size);
-  to.bytes(parent, parent_size);
-  write_cbor_head(to, kArray, num_tokens);
-  for (std::size_t i = 0; i < num_tokens; ++i) {
-    const std::int64_t token = tokens[i];
-    if (token >= 0) {
-      write_cbor_head(to, kUnsigned, static_cast<std::uint64_t>(token));
-    } else {
-      write_cbor_head(to, kNegative, static_cast<std::uint64_t>(-1 - token));
-    }
+  static Byte* token(Byte* at, std::int32_t value) {
+    // A negative one is written as -1 - value, which is its complement.
+    const std::int32_t sign = value >> 31;
+    return head(at, sign != 0 ? kNegative : kUnsigned, static_cast<std::uint32_t>(value ^ sign));
   }
-  to.byte(kNull);
-  return static_cast<std::size_t>(to.at() - out);
-}
+
+  static Byte* end(Byte*, Byte* at, std::size_t, const std::string& rest) {
+    return put_bytes(at, rest.data(), rest.size());
+  }
+};
 
 std::size_t checked_block_size(std::int64_t block_size) {
   if (block_size < 1 || block_size > BlockHasher::kMaxBlockSize) {
@@ -120,6 +100,12 @@ std::size_t checked_block_size(std::int64_t block_size) {
                                 std::to_string(block_size));
   }
   return static_cast<std::size_t>(block_size);
+}
+
+void check_size(const char* what, std::size_t size, std::size_t most) {
+  if (size >= 1 && size <= most) return;
+  throw std::invalid_argument(std::string(what) + " must have from 1 to " + std::to_string(most) +
+                              " bytes, not " + std::to_string(size));
 }
 
 }  // namespace
@@ -134,31 +120,43 @@ BlockHasher::BlockHasher(const std::string& algorithm, std::int64_t block_size)
   }
 }
 
-std::vector<std::uint8_t> BlockHasher::hash(const std::string& parent, const std::int32_t* tokens,
-                                            std::size_t num_tokens) const {
-  if (parent.empty() || parent.size() > 255) {
-    throw std::invalid_argument("parent must have from 1 to 255 bytes, not " +
-                                std::to_string(parent.size()));
+BlockHasher::Chain::Chain(const BlockHasher& hasher, const std::string& parent,
+                          const std::string& rest)
+    : hasher_(hasher), rest_(rest) {
+  check_size("parent", parent.size(), kMaxParent);
+  check_size("rest", rest.size(), kMaxRest);
+  constexpr std::size_t kHeads = 64;  // with what put_word may overrun
+  const std::size_t size = hasher_.block_size();
+  message_.resize(kHeads + kMaxParent + kMaxToken * size + rest.size() + kSha256Padding);
+  const auto begin = hasher_.cbor_ ? Cbor::begin : Pickle::begin;
+  const auto* bytes = reinterpret_cast<const Byte*>(parent.data());
+  front_ = static_cast<std::size_t>(begin(message_.data(), bytes, parent.size(), size) -
+                                    message_.data());
+}
+
+void BlockHasher::Chain::next(const std::int32_t* tokens, std::uint8_t* digest) {
+  hasher_.cbor_ ? next_as<Cbor>(tokens, digest) : next_as<Pickle>(tokens, digest);
+}
+
+template <class Format>
+void BlockHasher::Chain::next_as(const std::int32_t* tokens, std::uint8_t* digest) {
+  const std::size_t num_tokens = hasher_.block_size_;
+  Byte* const message = message_.data();
+  Byte* at = message + front_;
+  for (std::size_t i = 0; i < num_tokens; ++i) at = Format::token(at, tokens[i]);
+  at = Format::end(message, at, num_tokens, rest_);
+  const auto length = static_cast<std::size_t>(at - message);
+  // Sizes that the compiler knows: the copies are on the path from one hash to the next.
+  if (hasher_.sha_) {
+    const auto hash = sha256_in_place(message, length);
+    std::memcpy(digest, hash.data(), 32);
+    at = Format::begin(message, hash.data(), 32, num_tokens);
+  } else {
+    const auto hash = xxh3_128(message, length);
+    std::memcpy(digest, hash.data(), 16);
+    at = Format::begin(message, hash.data(), 16, num_tokens);
   }
-  const std::size_t count = num_tokens / block_size_, size = digest_size();
-  std::vector<std::uint8_t> digests(count * size);
-  std::vector<std::uint8_t> message(max_serialized_size(parent.size() + size, block_size_));
-  const auto* previous = reinterpret_cast<const std::uint8_t*>(parent.data());
-  std::size_t previous_size = parent.size();
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto write = cbor_ ? write_cbor : write_pickle;
-    const std::size_t length =
-        write(message.data(), previous, previous_size, tokens + i * block_size_, block_size_);
-    std::uint8_t* digest = digests.data() + i * size;
-    if (sha_) {
-      std::memcpy(digest, sha256(message.data(), length).data(), size);
-    } else {
-      std::memcpy(digest, xxh3_128(message.data(), length).data(), size);
-    }
-    previous = digest;
-    previous_size = size;
-  }
-  return digests;
+  front_ = static_cast<std::size_t>(at - message);
 }
 
 }  // namespace hybrid_kv

@@ -9,23 +9,40 @@
 namespace hybrid_kv {
 
 // Base vLLM's hashes of full blocks of tokens, each chained to the one before:
-// hash((parent, tokens, None)) of a serialized Python tuple.
+// hash((parent, tokens, keys)) of a serialized Python tuple. Needs no Python.
 class BlockHasher {
  public:
   // `algorithm` is one of base's names: sha256, sha256_cbor, xxhash, xxhash_cbor.
   // Throws std::invalid_argument for another, or unless 1 <= block_size <= kMaxBlockSize.
   BlockHasher(const std::string& algorithm, std::int64_t block_size);
 
-  // Above it pickle would split its output into frames.
+  // Together they keep a message below 64 KiB, from where on pickle writes in several frames.
   static constexpr std::int64_t kMaxBlockSize = 8192;
+  static constexpr std::size_t kMaxRest = 16384;
 
   std::size_t block_size() const { return block_size_; }
   std::size_t digest_size() const { return sha_ ? 32 : 16; }
 
-  // The hashes of `num_tokens / block_size` blocks, one after the other. `parent` is the hash of the
-  // block before the first, of any length up to 255 bytes. Needs no Python.
-  std::vector<std::uint8_t> hash(const std::string& parent, const std::int32_t* tokens,
-                                 std::size_t num_tokens) const;
+  // The hashes of one block after the other.
+  class Chain {
+   public:
+    // `parent` is the hash of the block before the first, of 1 to 255 bytes; `rest` is what follows
+    // the tokens when the tuple is serialized, of 1 to kMaxRest bytes, the same for every block.
+    // The hasher must outlive the chain. Throws std::invalid_argument for other sizes.
+    Chain(const BlockHasher& hasher, const std::string& parent, const std::string& rest);
+
+    // Writes the hash of the next block, of digest_size() bytes, to `digest`.
+    void next(const std::int32_t* tokens, std::uint8_t* digest);
+
+   private:
+    template <class Format>
+    void next_as(const std::int32_t* tokens, std::uint8_t* digest);
+
+    const BlockHasher& hasher_;
+    std::string rest_;
+    std::vector<std::uint8_t> message_;
+    std::size_t front_;  // bytes of the message before its tokens; they are in place
+  };
 
  private:
   bool sha_, cbor_;

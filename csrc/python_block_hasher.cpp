@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -14,50 +16,93 @@ namespace nb = nanobind;
 namespace hybrid_kv {
 namespace {
 
-// tokens[start:] as far as they fill blocks; OverflowError for what is no 32-bit integer.
-std::vector<std::int32_t> to_tokens(nb::list list, std::int64_t start, std::size_t block_size) {
-  const auto size = static_cast<std::int64_t>(list.size());
-  if (start < 0 || start > size) {
-    throw std::invalid_argument("start must be from 0 to " + std::to_string(size) + ", not " +
-                                std::to_string(start));
+// From here on others may run meanwhile. Below, giving the lock away would cost more than it gives:
+// a thread that takes it may keep it for milliseconds.
+constexpr std::size_t kManyTokens = 4096;
+
+// Whether it is an int of few digits, as every token is; its value then.
+bool is_small_int(PyObject* object, Py_ssize_t& value) {
+#if PY_VERSION_HEX >= 0x030C0000
+  auto* number = reinterpret_cast<PyLongObject*>(object);
+  if (!PyLong_CheckExact(object) || !PyUnstable_Long_IsCompact(number)) return false;
+  value = PyUnstable_Long_CompactValue(number);
+#else
+  const Py_ssize_t signed_count = Py_SIZE(object);
+  if (!PyLong_CheckExact(object) || signed_count < -1 || signed_count > 1) return false;
+  value = signed_count * static_cast<Py_ssize_t>(
+                             reinterpret_cast<PyLongObject*>(object)->ob_digit[0]);
+#endif
+  return value == static_cast<std::int32_t>(value);
+}
+
+// OverflowError for what is no 32-bit integer. Takes only real ints, so that no Python code can run
+// in here and change the list.
+std::int32_t to_token(PyObject* item) {
+  Py_ssize_t token = 0;
+  if (is_small_int(item, token)) return static_cast<std::int32_t>(token);
+  if (!PyLong_CheckExact(item)) throw nb::type_error("tokens must be ints");
+  int overflow = 0;
+  token = PyLong_AsLongAndOverflow(item, &overflow);
+  if (overflow != 0 || token != static_cast<std::int32_t>(token)) {
+    PyErr_SetString(PyExc_OverflowError, "tokens must fit in 32 bits");
+    throw nb::python_error();
   }
-  const std::size_t count = static_cast<std::size_t>(size - start) / block_size * block_size;
-  std::vector<std::int32_t> tokens(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    // Only real ints: nothing that is called here can run Python code and change the list.
-    PyObject* item = PyList_GET_ITEM(list.ptr(), start + static_cast<Py_ssize_t>(i));
-    if (!PyLong_CheckExact(item)) throw nb::type_error("tokens must be ints");
-    int overflow = 0;
-    const long token = PyLong_AsLongAndOverflow(item, &overflow);
-    if (overflow != 0 || token != static_cast<std::int32_t>(token)) {
-      PyErr_SetString(PyExc_OverflowError, "tokens must fit in 32 bits");
-      throw nb::python_error();
-    }
-    tokens[i] = static_cast<std::int32_t>(token);
-  }
-  return tokens;
+  return static_cast<std::int32_t>(token);
+}
+
+void set_bytes(const nb::object& list, std::size_t index, const std::uint8_t* data,
+               std::size_t size) {
+  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data),
+                                              static_cast<Py_ssize_t>(size));
+  if (bytes == nullptr) throw nb::python_error();
+  PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(index), bytes);
 }
 
 nb::object hash_blocks(const BlockHasher& hasher, nb::bytes parent, nb::list tokens,
-                       std::int64_t start) {
-  const std::string before(parent.c_str(), parent.size());
-  const std::vector<std::int32_t> ids = to_tokens(tokens, start, hasher.block_size());
-  std::vector<std::uint8_t> digests;
+                       std::int64_t start, nb::bytes rest) {
+  const auto num_all = static_cast<std::int64_t>(tokens.size());
+  if (start < 0 || start > num_all) {
+    throw std::invalid_argument("start must be from 0 to " + std::to_string(num_all) + ", not " +
+                                std::to_string(start));
+  }
+  const std::size_t block = hasher.block_size(), size = hasher.digest_size();
+  const std::size_t count = static_cast<std::size_t>(num_all - start) / block;
+  BlockHasher::Chain chain(hasher, {parent.c_str(), parent.size()}, {rest.c_str(), rest.size()});
+  const nb::object hashes = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
+  if (!hashes.is_valid()) throw nb::python_error();
+
+  std::size_t next = static_cast<std::size_t>(start);
+  const auto copy = [&](std::vector<std::int32_t>& ids) {
+    for (std::int32_t& id : ids) {
+      id = to_token(PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(next++)));
+    }
+  };
+  if (count * block < kManyTokens) {
+    // Block by block: a processor reads the next one's ints while the hash of this one, a long
+    // chain of instructions that wait for each other, is still on its way.
+    std::vector<std::int32_t> ids(block);
+    std::uint8_t digest[32];
+    for (std::size_t i = 0; i < count; ++i) {
+      copy(ids);
+      chain.next(ids.data(), digest);
+      set_bytes(hashes, i, digest, size);
+    }
+    return hashes;
+  }
+  // All tokens before the lock is released: then another thread may change the list.
+  std::vector<std::int32_t> ids(count * block);
+  copy(ids);
+  std::vector<std::uint8_t> digests(count * size);
   {
-    // A prompt of 100,000 tokens takes milliseconds: others may run meanwhile.
     nb::gil_scoped_release released;
-    digests = hasher.hash(before, ids.data(), ids.size());
+    for (std::size_t i = 0; i < count; ++i) {
+      chain.next(ids.data() + i * block, digests.data() + i * size);
+    }
   }
-  const std::size_t size = hasher.digest_size(), count = digests.size() / size;
-  nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
-  if (!list.is_valid()) throw nb::python_error();
   for (std::size_t i = 0; i < count; ++i) {
-    PyObject* digest = PyBytes_FromStringAndSize(
-        reinterpret_cast<const char*>(digests.data() + i * size), static_cast<Py_ssize_t>(size));
-    if (digest == nullptr) throw nb::python_error();
-    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), digest);
+    set_bytes(hashes, i, digests.data() + i * size, size);
   }
-  return list;
+  return hashes;
 }
 
 }  // namespace
@@ -67,13 +112,14 @@ void bind_block_hasher(nb::module_& m) {
       .def(nb::init<const std::string&, std::int64_t>(), nb::arg("algorithm"),
            nb::arg("block_size"))
       .def("hash_blocks", &hash_blocks, nb::arg("parent"), nb::arg("tokens"), nb::arg("start"),
-           "Hash the full blocks of tokens[start:].");
+           nb::arg("rest"), "Hash the full blocks of tokens[start:].");
 
   m.def(
       "sha256_portable",
       [](nb::bytes message) {
-        const auto digest = hybrid_kv::sha256_portable(
-            reinterpret_cast<const std::uint8_t*>(message.c_str()), message.size());
+        std::vector<std::uint8_t> padded(message.size() + kSha256Padding);
+        std::copy_n(message.c_str(), message.size(), padded.begin());
+        const auto digest = sha256_in_place_portable(padded.data(), message.size());
         return nb::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
       },
       nb::arg("message"), "SHA-256 without the processor's SHA instructions, for tests.");

@@ -123,19 +123,14 @@ const Compress kFastest = compress_portable;
 
 #endif
 
-std::array<std::uint8_t, 32> digest(Compress compress, const std::uint8_t* message,
-                                    std::size_t length) {
+std::array<std::uint8_t, 32> digest(Compress compress, std::uint8_t* message, std::size_t length) {
+  // A one bit, zeros, and the length in bits make whole blocks of the message.
+  const std::size_t count = (length + 9 + kBlock - 1) / kBlock;
+  std::memset(message + length, 0, count * kBlock - length);
+  message[length] = 0x80;
+  store_big_endian(message + count * kBlock - 8, std::uint64_t{length} * 8, 8);
   State state = kInitial;
-  const std::size_t whole = length / kBlock, rest = length % kBlock;
-  compress(state, message, whole);
-
-  // What is left, a one bit, zeros, and the length in bits: one or two blocks.
-  std::uint8_t last[2 * kBlock] = {};
-  if (rest != 0) std::memcpy(last, message + whole * kBlock, rest);
-  last[rest] = 0x80;
-  const std::size_t num_last = rest + 9 <= kBlock ? 1 : 2;
-  store_big_endian(last + num_last * kBlock - 8, std::uint64_t{length} * 8, 8);
-  compress(state, last, num_last);
+  compress(state, message, count);
 
   std::array<std::uint8_t, 32> result;
   for (std::size_t i = 0; i < 8; ++i) store_big_endian(result.data() + 4 * i, state[i], 4);
@@ -144,11 +139,11 @@ std::array<std::uint8_t, 32> digest(Compress compress, const std::uint8_t* messa
 
 }  // namespace
 
-std::array<std::uint8_t, 32> sha256(const std::uint8_t* message, std::size_t length) {
+std::array<std::uint8_t, 32> sha256_in_place(std::uint8_t* message, std::size_t length) {
   return digest(kFastest, message, length);
 }
 
-std::array<std::uint8_t, 32> sha256_portable(const std::uint8_t* message, std::size_t length) {
+std::array<std::uint8_t, 32> sha256_in_place_portable(std::uint8_t* message, std::size_t length) {
   return digest(compress_portable, message, length);
 }
 

@@ -2,7 +2,8 @@
 """Native block hashes are base's, for every algorithm and kind of request."""
 
 import hashlib
-import logging
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.plugin_state import collected_log
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -23,6 +25,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+#: How a pickle of (parent, tokens, None) ends.
+NO_KEYS = b"N\x87\x94."
 #: Values around each length that a token has in a pickle or in CBOR.
 EDGES = [0, 23, 24, 255, 256, 65535, 65536, 2**31 - 1, -1, -24, -25, -256, -257, -(2**31)]
 
@@ -84,6 +88,51 @@ def test_any_tokens_in_any_steps(data: st.DataObject, algorithm: str, block_size
     assert num_hashes == request.num_tokens // block_size
 
 
+texts = st.one_of(
+    st.sampled_from(
+        ["", "a", "lora", "cache_salt", "mm", "x" * 255, "y" * 256, "\u20ac\U0001f600"]
+    ),
+    st.text(max_size=40),
+)
+
+
+@st.composite
+def adapters(draw: st.DrawFn) -> LoRARequest:
+    name = draw(texts)
+    # Base asks for a path. Where it is the very string of the name, pickle only refers to that.
+    path = draw(st.one_of(texts, st.just(name)).filter(bool))
+    return LoRARequest(name, 1, path)
+
+
+@st.composite
+def images_within(draw: st.DrawFn, num_tokens: int) -> list[MultiModalFeatureSpec]:
+    bounds = draw(st.lists(st.integers(0, num_tokens), max_size=8, unique=True).map(sorted))
+    return [image(a, b - a) for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), algorithm=st.sampled_from(ALGORITHMS), block_size=st.integers(1, 40))
+def test_any_request(data: st.DataObject, algorithm: str, block_size: int) -> None:
+    """Salt, adapter, images and prompt embeddings, in any combination."""
+    prompt = data.draw(st.lists(tokens_of_any_length, min_size=1, max_size=4 * block_size))
+    adapter = data.draw(st.none() | adapters())
+    salts = texts if adapter is None else texts | st.just(adapter.lora_name)
+    embeds = torch.arange(2.0 * len(prompt)).reshape(-1, 2)
+    is_token = data.draw(st.none() | st.lists(st.booleans(), min_size=len(prompt)))
+    request = make_request(
+        prompt,
+        lora_request=adapter,
+        cache_salt=data.draw(st.none() | salts),
+        mm_features=data.draw(images_within(len(prompt))),
+        prompt_embeds=data.draw(st.none() | st.just(embeds)),
+        prompt_is_token_ids=None if is_token is None else is_token[: len(prompt)],
+    )
+    outputs = st.lists(tokens_of_any_length, max_size=2 * block_size)
+    steps = data.draw(st.lists(outputs, max_size=3))
+    num_hashes = assert_base_agrees(request, block_size, get_hash_fn_by_name(algorithm), steps)
+    assert num_hashes == request.num_tokens // block_size
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16, 100, 1000, MAX_NATIVE_BLOCK_SIZE])
 def test_block_sizes(hash_fn: Callable[[Any], bytes], block_size: int) -> None:
     # Five bytes a token: the largest block just fits in a frame of a pickle.
@@ -95,6 +144,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "salt": {"cache_salt": "salt"},
     "adapter": {"lora_request": LoRARequest("adapter", 1, "/adapters/adapter")},
     "image at the start": {"mm_features": [image(0, 20)]},
+    "adapter and image": {
+        "lora_request": LoRARequest("adapter", 1, "/adapters/adapter"),
+        "mm_features": [image(3, 2)],
+    },
     "images": {"mm_features": [image(3, 2), image(16, 16), image(40, 7)]},
     "image in the last block": {"mm_features": [image(70, 10)]},
     "image and salt": {"mm_features": [image(3, 2)], "cache_salt": "salt"},
@@ -140,7 +193,8 @@ def test_base_hashes_only_what_native_code_cannot() -> None:
     for changes, expected in (
         ({}, []),
         (REQUESTS["salt"], []),
-        (REQUESTS["adapter"], [0, 5]),
+        (REQUESTS["adapter"], []),
+        (REQUESTS["adapter and salt"], []),
         # What follows the image is native again.
         (REQUESTS["images"], [0]),
         ({"prompt_token_ids": [2**40] * 80}, [0]),
@@ -161,6 +215,91 @@ def changes_of(changes: dict[str, Any]) -> dict[str, Any]:
     return rest if tokens is None else rest | {"tokens": tokens}
 
 
+def test_base_hashes_what_fails_and_says_so_once(hash_fn: Callable[[Any], bytes]) -> None:
+    base = get_request_block_hasher(4, hash_fn)
+    ours = create_request_block_hasher(4, hash_fn, base)
+    # A name that native code does not take for its length.
+    long_name = {"lora_request": LoRARequest("n" * 20_000, 1, "/path")}
+    with collected_log() as log:
+        for changes in (long_name, {"tokens": [2**40] * 4}, {}):
+            request = make_request(**({"tokens": [1, 2, 3, 4]} | changes))
+            assert ours(request) == base(request) != []
+    (record,) = log
+    assert record.levelname == "WARNING"
+    assert "base hashes the blocks of requests like r (reported once)" in record.getMessage()
+    assert record.exc_info is not None
+    assert "rest must have from 1 to 16384 bytes" in str(record.exc_info[1])
+
+
+def test_what_base_cannot_hash_fails_as_in_base() -> None:
+    hash_fn = get_hash_fn_by_name("sha256_cbor")
+    base = get_request_block_hasher(4, hash_fn)
+    ours = create_request_block_hasher(4, hash_fn, base)
+    request = make_request([1, 2, 3, 4], cache_salt="\ud800")
+    with pytest.raises(UnicodeEncodeError) as expected:
+        base(request)
+    with pytest.raises(UnicodeEncodeError) as raised:
+        ours(request)
+    assert str(raised.value) == str(expected.value)
+
+
+class LockWatch:
+    """A thread that acts as soon as the interpreter lock is released.
+
+    Within this context Python itself does not hand the lock on, so only a release does.
+    """
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.has_acted = False
+        self.thread = threading.Thread(target=self._wait)
+
+    def _wait(self) -> None:
+        with self.gate:
+            self.act()
+            self.has_acted = True
+
+    def __enter__(self) -> "LockWatch":
+        self.interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000)
+        self.thread.start()
+        self.gate.release()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setswitchinterval(self.interval)
+        self.thread.join()
+
+
+def test_long_work_releases_the_lock_and_has_its_own_copy_of_the_tokens() -> None:
+    hashes_of = BlockHasher("sha256", 16).hash_blocks
+    expected = hashes_of(b"p", list(range(1_000_000)), 0, NO_KEYS)
+    assert len(expected) == 62_500
+    # The system may be late in waking the thread: this much work in pieces takes seconds.
+    for _ in range(100):
+        tokens = list(range(1_000_000))
+        with LockWatch(tokens.clear) as watch:
+            hashes = hashes_of(b"p", tokens, 0, NO_KEYS)
+            has_acted = watch.has_acted
+        assert hashes == expected
+        assert tokens == []
+        if has_acted:
+            return
+    raise AssertionError("the lock was not released")
+
+
+def test_short_work_keeps_the_lock() -> None:
+    """Else a decode step could wait for milliseconds to have it back."""
+    hashes_of = BlockHasher("sha256", 16).hash_blocks
+    tokens = list(range(2048))
+    with LockWatch(lambda: None) as watch:
+        for _ in range(1000):
+            hashes_of(b"p", tokens, 0, NO_KEYS)
+        assert not watch.has_acted
+
+
 def test_base_hashes_for_an_unknown_function_or_large_blocks() -> None:
     def unknown(_: Any) -> bytes:
         return b"hash"
@@ -171,17 +310,16 @@ def test_base_hashes_for_an_unknown_function_or_large_blocks() -> None:
     assert create_request_block_hasher(MAX_NATIVE_BLOCK_SIZE + 1, sha256, base) is base
 
 
-def test_base_hashes_where_pickles_differ(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_base_hashes_where_pickles_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(value: Any) -> bytes:
         return get_hash_fn_by_name("sha256")((value, "written in another way"))
 
-    monkeypatch.setitem(block_hasher._ALGORITHMS, other, "sha256")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    algorithms = block_hasher._ALGORITHMS
+    monkeypatch.setitem(algorithms, other, algorithms[get_hash_fn_by_name("sha256")])
     base = get_request_block_hasher(16, other)
-    assert create_request_block_hasher(16, other, base) is base
-    assert "base hashes the blocks" in caplog.text
+    with collected_log() as log:
+        assert create_request_block_hasher(16, other, base) is base
+    assert "base hashes the blocks" in log[0].getMessage()
 
 
 def test_sha256_without_special_instructions() -> None:
@@ -198,6 +336,8 @@ def test_sha256_without_special_instructions() -> None:
         (lambda: BlockHasher("sha256", 8193), ValueError, "not 8193"),
         (lambda: hash_blocks(parent=b""), ValueError, "parent must have from 1 to 255 bytes"),
         (lambda: hash_blocks(parent=bytes(256)), ValueError, "not 256"),
+        (lambda: hash_blocks(rest=b""), ValueError, "rest must have from 1 to 16384 bytes, not 0"),
+        (lambda: hash_blocks(rest=bytes(16385)), ValueError, "not 16385"),
         (lambda: hash_blocks(start=-1), ValueError, "start must be from 0 to 4, not -1"),
         (lambda: hash_blocks(start=5), ValueError, "not 5"),
         (lambda: hash_blocks(tokens=[1, 2, 3, "4"]), TypeError, "tokens must be ints"),
@@ -210,5 +350,7 @@ def test_wrong_use_raises(call: Callable[[], Any], error: type[Exception], messa
         call()
 
 
-def hash_blocks(parent: bytes = b"p", tokens: Any = (1, 2, 3, 4), start: int = 0) -> Any:
-    return BlockHasher("sha256", 2).hash_blocks(parent, list(tokens), start)
+def hash_blocks(
+    parent: bytes = b"p", tokens: Any = (1, 2, 3, 4), start: int = 0, rest: bytes = NO_KEYS
+) -> Any:
+    return BlockHasher("sha256", 2).hash_blocks(parent, list(tokens), start, rest)

@@ -35,19 +35,23 @@ class BlankBlockIds:
     def __contains__(self, id: int) -> bool: ...
 
 class BlockHasher:
-    """Chained hashes of full blocks of tokens: base's, of (parent, tokens, None).
+    """Chained hashes of full blocks of tokens: base's, of a serialized (parent, tokens, keys).
 
     ``algorithm`` is sha256, sha256_cbor, xxhash or xxhash_cbor. ValueError for another, or
     unless 1 <= block_size <= 8192.
     """
 
     def __init__(self, algorithm: str, block_size: int) -> None: ...
-    def hash_blocks(self, parent: bytes, tokens: list[int], start: int) -> list[BlockHash]:
-        """Hash the full blocks of ``tokens[start:]``; the interpreter lock is released.
+    def hash_blocks(
+        self, parent: bytes, tokens: list[int], start: int, rest: bytes
+    ) -> list[BlockHash]:
+        """Hash the full blocks of ``tokens[start:]``; for many, the interpreter lock is released.
 
-        ``parent`` is the hash before the first block. ValueError for a start outside of the
-        list or a parent that is empty or longer than 255 bytes, TypeError for tokens that
-        are no ints, OverflowError for those that do not fit in 32 bits.
+        ``parent`` is the hash before the first block, and ``rest`` what follows the tokens of
+        every block when the tuple is serialized. ValueError for a start outside of the list, a
+        parent that is empty or longer than 255 bytes or a rest that is empty or longer than
+        16,384, TypeError for tokens that are no ints, OverflowError for those that do not fit
+        in 32 bits.
         """
 
 def sha256_portable(message: bytes) -> bytes:

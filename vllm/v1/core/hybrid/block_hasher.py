@@ -1,39 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of a request's blocks, the same as base's, many at a time in native code."""
+"""Hashes of a request's blocks, the same as base's, many at a time in native code.
 
+A block's hash is that of a serialized ``(parent, tokens, keys)``. Native code writes parent
+and tokens; what follows them, the extra keys, is the same for all blocks of a request, and
+Python itself writes it. So whatever Python does with keys (pickle refers back to an object that
+comes twice) is in the hash.
+"""
+
+import pickle
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+import cbor2
 
 from vllm.logger import init_logger
 from vllm.utils.hashing import sha256, sha256_cbor, xxhash, xxhash_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.hybrid._core import BlockHasher
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    generate_block_hash_extra_keys,
-    hash_block_tokens,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
 #: Computes the hashes that a request still lacks.
 RequestBlockHasher = Callable[[Request], list[BlockHash]]
+HashFunction = Callable[[Any], bytes]
 
-_ALGORITHMS: dict[Callable[[Any], bytes], str] = {
-    sha256: "sha256",
-    sha256_cbor: "sha256_cbor",
-    xxhash: "xxhash",
-    xxhash_cbor: "xxhash_cbor",
-}
 #: Above it pickle writes in another form.
 MAX_NATIVE_BLOCK_SIZE = 8192
 
 
+class _Algorithm(NamedTuple):
+    name: str
+    serialize: Callable[[Any], bytes]
+    front: int
+    """Bytes of a serialized ``(b"p", (0,), keys)`` before its keys."""
+
+    def write_rest(self, keys: tuple[Any, ...] | None) -> bytes:
+        """What follows the tokens in a serialized ``(parent, tokens, keys)``."""
+        return self.serialize((b"p", (0,), keys))[self.front :]
+
+
+_pickle = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+_cbor = partial(cbor2.dumps, canonical=True)
+_ALGORITHMS: dict[HashFunction, _Algorithm] = {
+    sha256: _Algorithm("sha256", _pickle, 19),
+    sha256_cbor: _Algorithm("sha256_cbor", _cbor, 5),
+    xxhash: _Algorithm("xxhash", _pickle, 19),
+    xxhash_cbor: _Algorithm("xxhash_cbor", _cbor, 5),
+}
+
+
 def create_request_block_hasher(
-    hash_block_size: int,
-    caching_hash_fn: Callable[[Any], bytes],
-    base_hasher: RequestBlockHasher,
+    hash_block_size: int, caching_hash_fn: HashFunction, base_hasher: RequestBlockHasher
 ) -> RequestBlockHasher:
     """A replacement of base's hasher with the same digests.
 
@@ -41,48 +61,69 @@ def create_request_block_hasher(
         hash_block_size: Tokens per hash.
         caching_hash_fn: The function that base would call for each block.
         base_hasher: Base's hasher for the same two. It hashes what native code cannot:
-            blocks with images or prompt embeddings, and requests with a LoRA adapter.
+            blocks with images or prompt embeddings, and tokens that are no 32-bit ints.
     """
     algorithm = _ALGORITHMS.get(caching_hash_fn)
     if algorithm is None or hash_block_size > MAX_NATIVE_BLOCK_SIZE:
         return base_hasher
-    hash_blocks = BlockHasher(algorithm, hash_block_size).hash_blocks
+    hash_blocks = BlockHasher(algorithm.name, hash_block_size).hash_blocks
+    write_rest = algorithm.write_rest
+    no_keys = write_rest(None)
     # Pickles are Python's own affair: another interpreter may write them in another way.
-    sample = (bytes(range(32)), tuple(range(-1, hash_block_size - 1)), None)
-    if hash_blocks(sample[0], list(sample[1]), 0) != [caching_hash_fn(sample)]:
-        logger.warning("Hybrid KV cache: base hashes the blocks, because pickles differ here")
-        return base_hasher
+    for keys in (None, (("lora", "name", "name"),)):
+        sample = (bytes(range(32)), tuple(range(-1, hash_block_size - 1)), keys)
+        if hash_blocks(sample[0], list(sample[1]), 0, write_rest(keys)) != [
+            caching_hash_fn(sample)
+        ]:
+            logger.warning("Hybrid KV cache: base hashes the blocks, because pickles differ here")
+            return base_hasher
+    has_failed = False
 
-    def request_block_hasher(request: Request) -> list[BlockHash]:
+    def hash_natively(request: Request, start: int) -> list[BlockHash]:
+        # The list itself: the request's view of it can only be copied.
+        tokens = request._all_token_ids
         known = request.block_hashes
-        start = len(known) * hash_block_size
-        if start + hash_block_size > request.num_tokens:
-            return []
-        if _has_extra_keys(request, start):
-            return base_hasher(request)
+        # Base sets the hash before the first one when an engine starts.
+        parent = known[-1] if known else kv_cache_utils.NONE_HASH
         first: list[BlockHash] = []
-        if not known and request.cache_salt:
+        if start == 0 and request.cache_salt:
             # The salt is a key of the first block only; the others have it through the chain.
             keys, _ = generate_block_hash_extra_keys(request, 0, hash_block_size, 0)
-            tokens = request.all_token_ids[:hash_block_size]
-            first = [hash_block_tokens(caching_hash_fn, None, tokens, keys)]
+            first = hash_blocks(parent, tokens[:hash_block_size], 0, write_rest(keys))
+            parent = first[0]
             start = hash_block_size
-        # Base sets the hash before the first one when an engine starts.
-        parent = (first or known or [kv_cache_utils.NONE_HASH])[-1]
-        try:
-            # The list itself: the request's view of it can only be copied.
-            hashes = hash_blocks(parent, request._all_token_ids, start)
-        except (OverflowError, TypeError):
-            # Tokens that are no 32-bit ints.
+        rest = no_keys
+        if request.lora_request:
+            keys, _ = generate_block_hash_extra_keys(request, start, start + hash_block_size, 0)
+            rest = write_rest(keys)
+        hashes = hash_blocks(parent, tokens, start, rest)
+        return first + hashes if first else hashes
+
+    def request_block_hasher(request: Request) -> list[BlockHash]:
+        start = len(request.block_hashes) * hash_block_size
+        if start + hash_block_size > request.num_tokens:
+            return []
+        if _is_for_base(request, start):
             return base_hasher(request)
-        return first + hashes
+        try:
+            return hash_natively(request, start)
+        except Exception:
+            nonlocal has_failed
+            if not has_failed:
+                logger.warning(
+                    "Hybrid KV cache: base hashes the blocks of requests like %s (reported once)",
+                    request.request_id,
+                    exc_info=True,
+                )
+            has_failed = True
+            return base_hasher(request)
 
     return request_block_hasher
 
 
-def _has_extra_keys(request: Request, start: int) -> bool:
-    """Whether blocks from token ``start`` on have keys that native code does not know."""
-    if request.lora_request or request.prompt_embeds is not None:
+def _is_for_base(request: Request, start: int) -> bool:
+    """Whether blocks from token ``start`` on have keys of their own, each block others."""
+    if request.prompt_embeds is not None:
         return True
     if not request.mm_features:
         return False
