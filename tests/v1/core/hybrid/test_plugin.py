@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +16,13 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
-from vllm.v1.core.hybrid import plugin
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.hybrid import block_hasher, plugin
 from vllm.v1.core.hybrid.factory import create_kv_cache_manager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 from vllm.v1.core.sched import scheduler
+from vllm.v1.engine import core
 
 
 def state():
@@ -27,6 +31,8 @@ def state():
         vars(scheduler)["KVCacheManager"],
         vars(scheduler.Scheduler)["__init__"],
         vars(EngineArgs)["create_engine_config"],
+        vars(kv_cache_utils)["get_request_block_hasher"],
+        vars(core)["get_request_block_hasher"],
         vars(Platform)["validate_environ"],
     ]
 
@@ -126,7 +132,7 @@ def test_a_version_that_was_not_tested_changes_nothing_and_warns_once(
     plugin.activate()
     plugin.activate()
     assert not plugin.is_active()
-    assert all(now is then for now, then in zip(state()[:3], base[:3], strict=True))
+    assert all(now is then for now, then in zip(state()[:-1], base[:-1], strict=True))
     (record,) = log
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
@@ -147,7 +153,7 @@ def test_without_the_native_core_it_warns_and_changes_nothing(monkeypatch, base,
     monkeypatch.setitem(sys.modules, "vllm.v1.core.hybrid._core", None)
     plugin.activate()
     assert not plugin.is_active()
-    assert all(now is then for now, then in zip(state()[:3], base[:3], strict=True))
+    assert all(now is then for now, then in zip(state()[:-1], base[:-1], strict=True))
     (record,) = log
     assert "not active, because its native core cannot be loaded" in record.getMessage()
     assert "reinstall vllm-hybrid-kv" in record.getMessage()
@@ -204,6 +210,44 @@ def test_base_does_not_take_the_switch_for_a_mistake(monkeypatch, value):
         current_platform.validate_environ(True)
 
 
+def test_an_engine_core_that_is_imported_later_hashes_natively_too(monkeypatch):
+    base_factory = kv_cache_utils.get_request_block_hasher
+    monkeypatch.delitem(sys.modules, plugin.ENGINE_CORE)
+    plugin.activate()
+    assert plugin.ENGINE_CORE not in sys.modules
+    later = SimpleNamespace(get_request_block_hasher=kv_cache_utils.get_request_block_hasher)
+    monkeypatch.setitem(sys.modules, plugin.ENGINE_CORE, later)
+    assert later.get_request_block_hasher(16, sha256).__module__ == block_hasher.__name__
+    plugin.deactivate()
+    assert later.get_request_block_hasher is base_factory
+
+
+def test_another_plugins_hasher_in_the_engine_core_is_left_alone(monkeypatch):
+    def theirs(hash_block_size, caching_hash_fn):
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "get_request_block_hasher", theirs)
+        plugin.activate()
+        assert core.get_request_block_hasher is theirs
+        plugin.deactivate()
+        assert core.get_request_block_hasher is theirs
+
+
+def test_base_hashes_where_a_native_hasher_cannot_be_made(monkeypatch, log):
+    def fail(*args):
+        raise RuntimeError("no hasher today")
+
+    monkeypatch.setattr(block_hasher, "create_request_block_hasher", fail)
+    plugin.activate()
+    hasher = core.get_request_block_hasher(16, sha256)
+    assert hasher.__module__ == kv_cache_utils.__name__
+    (record,) = log
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == "Hybrid KV cache: base hashes the blocks"
+    assert "no hasher today" in str(record.exc_info[1])
+
+
 # ---------------------------------------------------------------- in processes of their own
 
 LOAD_AS_AN_ENGINE_DOES = """
@@ -211,17 +255,24 @@ import json, sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 load_general_plugins()
+early = "vllm.v1.engine.core" in sys.modules
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler, scheduler
 from vllm.v1.core.hybrid import plugin
+from vllm.v1.engine import core
 print(json.dumps({
     "base": scheduler.KVCacheManager is KVCacheManager,
     "wrapped": [
         hasattr(f, "__wrapped__")
-        for f in (scheduler.Scheduler.__init__, EngineArgs.create_engine_config)
+        for f in (
+            scheduler.Scheduler.__init__,
+            EngineArgs.create_engine_config,
+            core.get_request_block_hasher,
+        )
     ],
     "active": plugin.is_active(),
+    "engine core imported early": early,
 }))
 """
 
@@ -239,15 +290,21 @@ def load_plugins(**environment: str) -> dict[str, object]:
 
 
 def test_vllm_finds_and_loads_the_plugin():
-    assert load_plugins() == {"base": False, "wrapped": [True, True], "active": True}
+    assert load_plugins() == {
+        "base": False,
+        "wrapped": [True, True, True],
+        "active": True,
+        "engine core imported early": False,
+    }
 
 
 @pytest.mark.parametrize("environment", [{"VLLM_HYBRID_KV": "0"}, {"VLLM_PLUGINS": "another"}])
 def test_switched_off_base_is_base(environment):
     assert load_plugins(**environment) == {
         "base": True,
-        "wrapped": [False, False],
+        "wrapped": [False, False, False],
         "active": False,
+        "engine core imported early": False,
     }
 
 

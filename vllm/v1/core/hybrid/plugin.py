@@ -8,7 +8,7 @@ vLLM loads the entry point in every process. Four names of base are replaced, an
 - ``Scheduler.__init__``, by a wrapper that lets the factory see the engine's configuration;
 - ``EngineArgs.create_engine_config``, by a wrapper that makes a bad option an error before a
   model is loaded;
-- ``get_request_block_hasher`` in the engine core's module, by one that hashes in native code.
+- ``get_request_block_hasher`` in base's utilities, by one whose hashers run in native code.
 
 The fork is on unless ``VLLM_HYBRID_KV`` is 0. On or off, base's check of environment variables
 is told of that name.
@@ -17,6 +17,7 @@ is told of that name.
 import functools
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ logger = init_logger(__name__)
 
 SUPPORTED_BASE_VERSIONS = ("0.32.0",)
 SWITCH = "VLLM_HYBRID_KV"
+ENGINE_CORE = "vllm.v1.engine.core"
 
 # What was replaced: (owner, name, base's value, ours).
 _replaced: list[tuple[Any, str, Any, Any]] = []
@@ -95,16 +97,20 @@ def activate() -> None:
     # These cost nothing (0.1 s at most) where vLLM loads plugins: what they import
     # is already there or comes with the model.
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.hybrid.factory import create_kv_cache_manager
     from vllm.v1.core.sched import scheduler
-    from vllm.v1.engine import core
 
     _replace(scheduler, "KVCacheManager", create_kv_cache_manager)
     _replace(scheduler.Scheduler, "__init__", _with_engine(scheduler.Scheduler.__init__))
     _replace(
         EngineArgs, "create_engine_config", _with_checked_options(EngineArgs.create_engine_config)
     )
-    _replace(core, "get_request_block_hasher", _with_native_code(core.get_request_block_hasher))
+    _replace(
+        kv_cache_utils,
+        "get_request_block_hasher",
+        _with_native_code(kv_cache_utils.get_request_block_hasher),
+    )
     _active = True
 
 
@@ -115,13 +121,21 @@ def deactivate() -> None:
     while _replaced:
         owner, name, base, ours = _replaced.pop()
         # Somebody else may have replaced ours since; theirs is not ours to remove.
-        if vars(owner)[name] is ours:
-            setattr(owner, name, base)
+        _exchange(owner, name, ours, base)
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
-    _replaced.append((owner, name, vars(owner)[name], ours))
-    setattr(owner, name, ours)
+    base = vars(owner)[name]
+    _replaced.append((owner, name, base, ours))
+    _exchange(owner, name, base, ours)
+
+
+def _exchange(owner: Any, name: str, old: Any, new: Any) -> None:
+    # The engine core has names of its own for what it imports. It is not imported for that:
+    # that takes 0.3 s in every process, and later it finds ours by itself.
+    for holder in (owner, sys.modules.get(ENGINE_CORE)):
+        if holder is not None and vars(holder).get(name) is old:
+            setattr(holder, name, new)
 
 
 def _with_engine(init: Callable[..., None]) -> Callable[..., None]:
@@ -150,12 +164,16 @@ def _with_checked_options(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_native_code(get_base_hasher: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm.v1.core.hybrid.block_hasher import create_request_block_hasher
-
     @functools.wraps(get_base_hasher)
     def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Any) -> Any:
         base_hasher = get_base_hasher(hash_block_size, caching_hash_fn)
-        return create_request_block_hasher(hash_block_size, caching_hash_fn, base_hasher)
+        try:
+            from vllm.v1.core.hybrid.block_hasher import create_request_block_hasher
+
+            return create_request_block_hasher(hash_block_size, caching_hash_fn, base_hasher)
+        except Exception:
+            logger.warning("Hybrid KV cache: base hashes the blocks", exc_info=True)
+            return base_hasher
 
     return get_request_block_hasher
 
