@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block hashes: base's hasher against ours, in one process.
+
+    python benchmarks/hashing.py [--trials N] [--json FILE]
+
+Prompts differ from call to call, as requests do: a processor that sees the same tokens again
+has learnt the sizes that they are written in. Ids are log-uniform from 128 to 262,143, which
+makes 3.3 bytes a token in a pickle, as English and Python code have under Gemma 3's tokenizer
+(3.3 and 3.5). For comparison they are uniform: nearly all then take five bytes, and SHA-256 has
+half as much again to do.
+"""
+
+import argparse
+import math
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from time import perf_counter
+from typing import Any
+
+from common import (
+    add_common_arguments,
+    format_seconds,
+    median_seconds,
+    print_table,
+    write_json,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.hybrid.block_hasher import RequestBlockHasher, create_request_block_hasher
+from vllm.v1.request import Request
+
+ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+BLOCK_SIZES = (16, 32, 128)
+PROMPT_TOKENS = 2048
+PROMPTS = 8
+DECODE_BLOCKS = 32
+LONG_PROMPT_TOKENS = 100_000
+VOCABULARY = 262_144
+
+Row = dict[str, Any]
+
+
+def text_like(generator: random.Random, count: int) -> list[int]:
+    return [int(128 * (VOCABULARY / 128) ** generator.random()) for _ in range(count)]
+
+
+def uniform(generator: random.Random, count: int) -> list[int]:
+    return [generator.randrange(VOCABULARY) for _ in range(count)]
+
+
+def make_hashers(algorithm: str, block_size: int) -> dict[str, RequestBlockHasher]:
+    hash_fn = get_hash_fn_by_name(algorithm)
+    # What the engine core does first. Any first parent will do, and this one logs nothing.
+    kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn("first"))
+    base = kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
+    ours = create_request_block_hasher(block_size, hash_fn, base)
+    if ours is base:
+        raise SystemExit(f"{algorithm}, block size {block_size}: base's hasher is used")
+    return {"base": base, "ours": ours}
+
+
+def make_request(tokens: list[int]) -> Request:
+    return Request("r", tokens, SamplingParams(max_tokens=8), None)
+
+
+def compare(functions: dict[str, Callable[[], object]], trials: int) -> Row:
+    seconds = median_seconds(functions, trials)
+    return seconds | {"ratio": seconds["base"] / seconds["ours"]}
+
+
+def prompt_case(algorithm: str, block_size: int, draw: Any, trials: int) -> Row:
+    """One whole prompt."""
+    hashers = make_hashers(algorithm, block_size)
+    generator = random.Random(0)
+    requests = [make_request(draw(generator, PROMPT_TOKENS)) for _ in range(PROMPTS)]
+    if any(hashers["base"](request) != hashers["ours"](request) for request in requests):
+        raise SystemExit(f"{algorithm}, block size {block_size}: the hashes differ")
+
+    def hash_next(hasher: RequestBlockHasher) -> Callable[[], object]:
+        turns = cycle(requests)
+        return lambda: hasher(next(turns))
+
+    row = compare({name: hash_next(hasher) for name, hasher in hashers.items()}, trials)
+    return {"algorithm": algorithm, "block_size": block_size, "tokens": draw.__name__} | row
+
+
+def decode_case(algorithm: str, block_size: int, trials: int) -> Row:
+    """Blocks that fill one at a time behind a prompt; the seconds are those of one block."""
+    hashers = make_hashers(algorithm, block_size)
+    generator = random.Random(0)
+    tokens = text_like(generator, PROMPT_TOKENS + DECODE_BLOCKS * block_size)
+    full = make_request(tokens)
+    hashes = hashers["base"](full)
+    first = PROMPT_TOKENS // block_size
+    # A request for each block, in which that is the one without a hash.
+    requests = []
+    for known in range(first, first + DECODE_BLOCKS):
+        requests.append(make_request(tokens[: (known + 1) * block_size]))
+        requests[-1].block_hashes = hashes[:known]
+
+    def hash_each(hasher: RequestBlockHasher) -> Callable[[], float]:
+        def timed() -> float:
+            start = perf_counter()
+            for request in requests:
+                hasher(request)
+            return (perf_counter() - start) / len(requests)
+
+        return timed
+
+    row = compare({name: hash_each(hasher) for name, hasher in hashers.items()}, trials)
+    return {"algorithm": algorithm, "block_size": block_size} | row
+
+
+def pause_case(algorithm: str, block_size: int, trials: int) -> Row:
+    """The longest pause of a second thread while a long prompt is hashed; medians."""
+    hashers = make_hashers(algorithm, block_size)
+    request = make_request(text_like(random.Random(0), LONG_PROMPT_TOKENS))
+    pauses: dict[str, list[float]] = {"idle": [], "base": [], "ours": []}
+    seconds: dict[str, list[float]] = {"base": [], "ours": []}
+    for _ in range(trials):
+        for name, hasher in hashers.items():
+            pause, took = longest_pause(partial(hasher, request))
+            pauses[name].append(pause)
+            seconds[name].append(took)
+        # For as long as base takes: what the machine and a timer do to a thread.
+        pauses["idle"].append(longest_pause(lambda: time.sleep(seconds["base"][-1]))[0])
+    medians = {f"{name}_pause": statistics.median(values) for name, values in pauses.items()}
+    medians |= {name: statistics.median(values) for name, values in seconds.items()}
+    ratio = medians["base_pause"] / medians["ours_pause"]
+    return {"algorithm": algorithm, "block_size": block_size, "ratio": ratio} | medians
+
+
+def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
+    """The largest gap between a second thread's looks at the clock, and the seconds of work."""
+    started, stop, gaps = threading.Event(), threading.Event(), [0.0]
+
+    def watch() -> None:
+        longest, before = 0.0, perf_counter()
+        started.set()
+        while not stop.is_set():
+            now = perf_counter()
+            longest = max(longest, now - before)
+            before = now
+        # Work that ends before this thread runs again has made it wait, too.
+        gaps[0] = max(longest, perf_counter() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    started.wait()
+    start = perf_counter()
+    work()
+    took = perf_counter() - start
+    stop.set()
+    thread.join()
+    return gaps[0], took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_common_arguments(parser, trials=101)
+    arguments = parser.parse_args()
+    trials = arguments.trials
+
+    prompts = [prompt_case(a, b, text_like, trials) for a in ALGORITHMS for b in BLOCK_SIZES]
+    prompts += [prompt_case(a, 16, uniform, trials) for a in ALGORITHMS]
+    decode = [decode_case(a, 16, trials) for a in ALGORITHMS]
+    pauses = [pause_case(a, 16, math.ceil(trials / 10)) for a in ALGORITHMS]
+
+    print_table(
+        f"A prompt of {PROMPT_TOKENS:,} tokens",
+        ["algorithm", "block size", "tokens", "base", "ours", "ratio"],
+        [[r["algorithm"], r["block_size"], r["tokens"], *figures(r)] for r in prompts],
+    )
+    print_table(
+        "A block that fills during decode",
+        ["algorithm", "block size", "base", "ours", "ratio"],
+        [[r["algorithm"], r["block_size"], *figures(r)] for r in decode],
+    )
+    print_table(
+        f"The longest pause of another thread, {LONG_PROMPT_TOKENS:,} tokens, block size 16",
+        ["algorithm", "base", "ours", "ratio", "no work", "base takes", "ours takes"],
+        [[r["algorithm"], *pause_figures(r)] for r in pauses],
+    )
+    if arguments.json:
+        write_json(arguments.json, {"prompt": prompts, "decode": decode, "pause": pauses})
+
+
+def figures(row: Row) -> list[str]:
+    return [format_seconds(row["base"]), format_seconds(row["ours"]), f"{row['ratio']:.1f}x"]
+
+
+def pause_figures(row: Row) -> list[str]:
+    base, ours, idle = (format_seconds(row[f"{name}_pause"]) for name in ("base", "ours", "idle"))
+    durations = [format_seconds(row["base"]), format_seconds(row["ours"])]
+    return [base, ours, f"{row['ratio']:.1f}x", idle, *durations]
+
+
+if __name__ == "__main__":
+    main()
