@@ -140,6 +140,16 @@ def test_block_sizes(hash_fn: Callable[[Any], bytes], block_size: int) -> None:
     assert assert_base_agrees(request, block_size, hash_fn, [[5] * block_size]) == 3
 
 
+def test_the_longest_message(hash_fn: Callable[[Any], bytes]) -> None:
+    """Tokens of five bytes and a long adapter's name still make one frame of a pickle."""
+    size = MAX_NATIVE_BLOCK_SIZE
+    adapter = LoRARequest("n" * 16_300, 1, "/path")
+    request = make_request([2**31 - 1 - i for i in range(size)], lora_request=adapter)
+    with collected_log() as log:
+        assert assert_base_agrees(request, size, hash_fn, [[-1] * size]) == 2
+    assert log == []
+
+
 REQUESTS: dict[str, dict[str, Any]] = {
     "salt": {"cache_salt": "salt"},
     "adapter": {"lora_request": LoRARequest("adapter", 1, "/adapters/adapter")},
