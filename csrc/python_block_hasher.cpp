@@ -50,6 +50,13 @@ std::int32_t to_token(PyObject* item) {
   return static_cast<std::int32_t>(token);
 }
 
+// To be filled before any Python code can see it.
+nb::object new_list(std::size_t size) {
+  nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(size)));
+  if (!list.is_valid()) throw nb::python_error();
+  return list;
+}
+
 void set_bytes(const nb::object& list, std::size_t index, const std::uint8_t* data,
                std::size_t size) {
   PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data),
@@ -68,8 +75,6 @@ nb::object hash_blocks(const BlockHasher& hasher, nb::bytes parent, nb::list tok
   const std::size_t block = hasher.block_size(), size = hasher.digest_size();
   const std::size_t count = static_cast<std::size_t>(num_all - start) / block;
   BlockHasher::Chain chain(hasher, {parent.c_str(), parent.size()}, {rest.c_str(), rest.size()});
-  const nb::object hashes = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
-  if (!hashes.is_valid()) throw nb::python_error();
 
   std::size_t next = static_cast<std::size_t>(start);
   const auto copy = [&](std::vector<std::int32_t>& ids) {
@@ -78,8 +83,8 @@ nb::object hash_blocks(const BlockHasher& hasher, nb::bytes parent, nb::list tok
     }
   };
   if (count * block < kManyTokens) {
-    // Block by block: a processor reads the next one's ints while the hash of this one, a long
-    // chain of instructions that wait for each other, is still on its way.
+    // Needs no copy of all tokens: no Python code runs before the end.
+    const nb::object hashes = new_list(count);
     std::vector<std::int32_t> ids(block);
     std::uint8_t digest[32];
     for (std::size_t i = 0; i < count; ++i) {
@@ -99,6 +104,7 @@ nb::object hash_blocks(const BlockHasher& hasher, nb::bytes parent, nb::list tok
       chain.next(ids.data() + i * block, digests.data() + i * size);
     }
   }
+  const nb::object hashes = new_list(count);
   for (std::size_t i = 0; i < count; ++i) {
     set_bytes(hashes, i, digests.data() + i * size, size);
   }
