@@ -19,26 +19,34 @@ class BlankBlockIds {
 
   std::size_t size() const { return stack_.size(); }
   std::int32_t num_blocks() const { return num_blocks_; }
-  bool contains(std::int64_t id) const { return is_valid(id) && is_blank(id); }
-
   // The id that would be taken after `i` others; needs i < size().
   std::int32_t peek(std::size_t i) const { return stack_[stack_.size() - 1 - i]; }
 
-  // Throws std::invalid_argument unless 0 <= n <= size().
-  void check_take(std::int64_t n) const;
+  // Takes the ids that peek(0 .. n - 1) gave into `ids`; needs n <= size().
+  void take(std::size_t n, std::int32_t* ids) {
+    for (std::size_t i = 0; i < n; ++i) {
+      ids[i] = stack_.back();
+      stack_.pop_back();
+      unmark(ids[i]);
+    }
+  }
 
-  // Takes the ids that peek(0 .. n - 1) gave; needs check_take(n).
-  void take(std::int64_t n);
-
-  // ids[0] becomes the next id to be taken. Throws std::invalid_argument, with nothing changed, for
-  // an id that is out of range, is blank already, or comes twice.
-  void give_back(const std::vector<std::int64_t>& ids);
+  // ids[0] becomes the next id to be taken. Throws std::logic_error for an id that is blank already.
+  void give_back(const std::int32_t* ids, std::size_t n) {
+    for (std::size_t i = n; i-- > 0;) {
+      if (!is_valid(ids[i]) || is_blank(ids[i])) throw_not_given_out(ids[i]);
+      mark(ids[i]);
+      stack_.push_back(ids[i]);
+    }
+  }
 
  private:
   bool is_valid(std::int64_t id) const { return 0 < id && id < num_blocks_; }
   bool is_blank(std::int64_t id) const { return (bitmap_[word(id)] & bit(id)) != 0; }
   void mark(std::int64_t id) { bitmap_[word(id)] |= bit(id); }
   void unmark(std::int64_t id) { bitmap_[word(id)] &= ~bit(id); }
+
+  [[noreturn]] static void throw_not_given_out(std::int64_t id);
 
   static std::size_t word(std::int64_t id) { return static_cast<std::size_t>(id) / 64; }
   static std::uint64_t bit(std::int64_t id) { return std::uint64_t{1} << (id % 64); }

@@ -1,192 +1,389 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockPool and PrefixIndex: every id in one place, blocks evicted as a whole."""
-
-from collections import Counter
+"""BlockPool, BlockTable and BlockList: every id in one place, blocks evicted as a whole."""
 
 import pytest
 import torch
 
+from vllm.v1.core.hybrid._core import BlockTable
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
-from vllm.v1.core.hybrid.prefix_index import PrefixIndex
+from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 FULL, WINDOW = 0, 1
+BLOCK_SIZE = 16
+SETTINGS = CacheSettings(64, 64, BLOCK_SIZE, BLOCK_SIZE, True, None, False)
 
 
 def make_pool(num_blocks: int = 13) -> BlockPool:
     """One full-attention group and three sliding-window groups."""
-    shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
     return BlockPool(
         num_blocks,
         (
             AttentionType(FullAttentionSpec(**shape), (0,)),
             AttentionType(SlidingWindowSpec(**shape, sliding_window=32), (1, 2, 3)),
         ),
+        SETTINGS,
     )
 
 
-def held(*blocks: GroupedKVCacheBlock) -> Counter[GroupedKVCacheBlock]:
-    return Counter(blocks)
+def hashes(prompt: str, num_blocks: int) -> list[bytes]:
+    """One hash per block of a prompt."""
+    return [f"{prompt}{i}".encode() for i in range(num_blocks)]
+
+
+def allocate(pool: BlockPool, type_id: int, num_blocks: int) -> BlockTable:
+    """A request's table with new blocks."""
+    table = pool.new_table(type_id)
+    assert pool.allocate((table,), num_blocks * BLOCK_SIZE) is not None
+    return table
+
+
+def allocate_cached(pool: BlockPool, type_id: int, prompt: str, num_blocks: int = 1) -> BlockTable:
+    table = allocate(pool, type_id, num_blocks)
+    table.cache(0, num_blocks, hashes(prompt, num_blocks))
+    return table
+
+
+def ids(table: BlockTable) -> list[tuple[int, ...]]:
+    return [block.block_ids for block in table.blocks()]
 
 
 def test_a_logical_block_takes_one_id_per_group():
     pool = make_pool()
-    (full,) = pool.allocate(FULL, 1)
-    windows = pool.allocate(WINDOW, 2)
-    assert full.block_ids == (1,)
-    assert [block.block_ids for block in windows] == [(2, 3, 4), (5, 6, 7)]
+    full, window = allocate(pool, FULL, 1), allocate(pool, WINDOW, 2)
+    assert ids(full) == [(1,)]
+    assert ids(window) == [(2, 3, 4), (5, 6, 7)]
+    assert window.blocks().block_ids() == [[2, 5], [3, 6], [4, 7]]
     assert pool.get_num_free_blocks() == 5
     assert pool.get_usage() == pytest.approx(7 / 12)
-    pool.check_integrity(held(full, *windows))
+    pool.check_integrity([full, window])
+
+
+def test_all_types_are_allocated_for_or_none():
+    pool = make_pool(num_blocks=5)
+    tables = pool.new_table(FULL), pool.new_table(WINDOW)
+    hits = pool.new_list(FULL), pool.new_list(WINDOW)
+    assert pool.num_missing_ids(tables, 17, hits) == 8
+    assert pool.allocate(tables, 17) is None
+    assert pool.allocate(tables, 16, num_kept=1) is None
+    assert (len(tables[0]), len(tables[1]), pool.get_num_free_blocks()) == (0, 0, 4)
+    new = pool.allocate(tables, 16)
+    assert new is not None
+    assert [len(blocks) for blocks in new] == [1, 1]
+    assert pool.num_slots(tables) == 16
+    assert [len(blocks) for blocks in pool.allocate(tables, 10) or ()] == [0, 0]
+    pool.check_integrity(tables)
 
 
 def test_released_blank_ids_are_reused_first():
     pool = make_pool()
-    blocks = pool.allocate(FULL, 3)
-    pool.release(reversed(blocks))
-    assert [block.block_ids for block in pool.allocate(FULL, 2)] == [(3,), (2,)]
+    allocate(pool, FULL, 3).free()
+    assert ids(allocate(pool, FULL, 2)) == [(3,), (2,)]
 
 
 def test_blank_ids_go_before_cached_blocks_and_those_in_release_order():
     pool = make_pool(num_blocks=5)
-    a, b, c = pool.allocate(FULL, 3)
-    pool.cache(a, b"a", 16)
-    pool.cache(b, b"b", 32)
-    pool.release((b, a, c))
+    table = allocate(pool, FULL, 3)
+    table.cache(0, 2, hashes("p", 2))
+    # The tail goes first: block 2, which is not cached, then block 1.
+    table.free()
     assert pool.get_num_free_blocks() == 4
-    assert {block.block_ids for block in pool.allocate(FULL, 2)} == {(3,), (4,)}
+    first = allocate(pool, FULL, 2)
+    assert set(ids(first)) == {(3,), (4,)}
     assert pool.num_evicted_ids == 0
-    assert pool.allocate(FULL, 1)[0].block_ids == (2,)
-    assert pool.prefix_indexes[FULL].get(b"b") is None
-    assert pool.prefix_indexes[FULL].get(b"a") is a
+    second = allocate(pool, FULL, 1)
+    assert ids(second) == [(2,)]
+    assert pool.find(FULL, b"p1") is None
+    assert pool.find(FULL, b"p0") is not None
     assert pool.num_evicted_ids == 1
 
 
 def test_a_grouped_block_is_evicted_as_a_whole():
     pool = make_pool(num_blocks=4)
-    (window,) = pool.allocate(WINDOW, 1)
-    pool.cache(window, b"w", 16)
-    pool.release((window,))
-    (full,) = pool.allocate(FULL, 1)
-    assert pool.prefix_indexes[WINDOW].get(b"w") is None
-    assert window.block_hash is None
+    table = allocate_cached(pool, WINDOW, "w")
+    (window,) = table.blocks()
+    table.free()
+    full = allocate(pool, FULL, 1)
+    assert pool.find(WINDOW, b"w0") is None
+    with pytest.raises(ValueError, match="given to others since"):
+        window.block_hash  # noqa: B018
+    assert "given to others since" in repr(window)
     assert pool.get_num_free_blocks() == 2
-    pool.check_integrity(held(full))
+    pool.check_integrity([full])
 
 
-def test_touch_takes_a_block_out_of_eviction():
+def test_adopting_a_hit_takes_its_blocks_out_of_eviction():
     pool = make_pool(num_blocks=3)
-    (a,) = pool.allocate(FULL, 1)
-    pool.cache(a, b"a", 16)
-    pool.release((a,))
-    pool.touch((a,))
-    assert (a.ref_cnt, pool.get_num_free_blocks()) == (1, 1)
-    (b,) = pool.allocate(FULL, 1)
-    assert b.block_ids != a.block_ids
-    pool.check_integrity(held(a, b))
+    allocate_cached(pool, FULL, "p").free()
+    hit = pool.find_prefix(FULL, hashes("p", 4), 4)
+    assert (len(hit), hit.num_evictable(0), hit.num_evictable(1)) == (1, 1, 0)
+    table = pool.new_table(FULL)
+    table.adopt(hit, 0)
+    assert (hit[0].ref_cnt, hit.num_evictable(0), pool.get_num_free_blocks()) == (1, 0, 1)
+    other = allocate(pool, FULL, 1)
+    assert set(ids(other)).isdisjoint(ids(table))
+    pool.check_integrity([table, other])
+
+
+def test_only_the_needed_part_of_a_hit_is_referenced():
+    pool = make_pool()
+    allocate_cached(pool, FULL, "p", 3).free()
+    hit = pool.find_prefix(FULL, hashes("p", 3), 3)
+    table = pool.new_table(FULL)
+    table.adopt(hit, 2)
+    assert [block.is_null for block in table.blocks()] == [True, True, False]
+    assert [block.ref_cnt for block in hit] == [0, 0, 1]
+    assert (table.num_released, table.num_cached) == (2, 3)
+    pool.check_integrity([table])
+
+
+def test_a_hit_that_was_evicted_meanwhile_is_not_adopted():
+    pool = make_pool(num_blocks=3)
+    allocate_cached(pool, FULL, "p", 2).free()
+    hit = pool.find_prefix(FULL, hashes("p", 2), 2)
+    other = allocate(pool, FULL, 1)
+    table = pool.new_table(FULL)
+    with pytest.raises(ValueError, match="given to others since"):
+        table.adopt(hit, 0)
+    assert (len(table), pool.get_num_free_blocks()) == (0, 1)
+    with pytest.raises(ValueError, match="given to others since"):
+        hit.block_ids()
+    pool.check_integrity([other])
 
 
 def test_too_large_an_allocation_takes_nothing():
     pool = make_pool(num_blocks=4)
-    (a,) = pool.allocate(FULL, 1)
-    pool.cache(a, b"a", 16)
-    pool.release((a,))
-    with pytest.raises(ValueError, match="cannot allocate 6 KV cache blocks: 3 of 4 are free"):
-        pool.allocate(WINDOW, 2)
-    assert pool.prefix_indexes[FULL].get(b"a") is a
-    pool.check_integrity(held())
+    allocate_cached(pool, FULL, "p").free()
+    table = pool.new_table(WINDOW)
+    assert pool.allocate((table,), 2 * BLOCK_SIZE) is None
+    assert len(table) == 0
+    assert pool.find(FULL, b"p0") is not None
+    pool.check_integrity()
 
 
-def test_wrong_use_raises():
+def test_a_shared_block_is_released_when_its_last_holder_goes():
     pool = make_pool()
-    (a,) = pool.allocate(FULL, 1)
-    pool.release((a,))
-    with pytest.raises(ValueError, match="released more often"):
-        pool.release((a,))
-    with pytest.raises(ValueError, match="not referenced"):
-        pool.cache(a, b"a", 16)
-    (b,) = pool.allocate(FULL, 1)
-    with pytest.raises(ValueError, match="was not handed out"):
-        pool.free_blocks((b,))
-    pool.cache(b, b"b", 16)
-    with pytest.raises(ValueError, match="null or cached"):
-        pool.cache(b, b"c", 16)
-    with pytest.raises(ValueError, match="holds 13; the pool has ids 0 to 12"):
-        pool.evict_blocks({1, 13})
-    assert pool.prefix_indexes[FULL].get(b"b") is b
+    first = allocate_cached(pool, FULL, "p")
+    second = pool.new_table(FULL)
+    second.adopt(pool.find_prefix(FULL, hashes("p", 1), 1), 0)
+    assert first.blocks()[0].ref_cnt == 2
+    first.free()
+    assert pool.get_num_free_blocks() == 11
+    second.free()
+    assert pool.get_num_free_blocks() == 12
+    pool.check_integrity()
 
 
 def test_detached_blocks_stay_referenced_until_freed():
     pool = make_pool()
-    blocks = pool.allocate(FULL, 2)
-    pool.detach(blocks)
-    pool.check_integrity(held())
+    blocks = pool.detach([allocate(pool, FULL, 2)])
+    pool.check_integrity()
     assert pool.get_num_free_blocks() == 10
     pool.free_blocks(reversed(blocks))
     assert pool.get_num_free_blocks() == 12
-    pool.check_integrity(held())
+    pool.check_integrity()
+    with pytest.raises(ValueError, match="given to others since"):
+        pool.free_blocks(blocks)
 
 
 def test_evict_blocks_by_id_takes_whole_blocks_and_spares_requests():
     pool = make_pool()
-    used, unused = pool.allocate(WINDOW, 2)
-    pool.cache(used, b"used", 16)
-    pool.cache(unused, b"unused", 32)
-    pool.release((unused,))
-    pool.evict_blocks({used.block_ids[1], unused.block_ids[2]})
-    assert len(pool.prefix_indexes[WINDOW]) == 0
+    used, unused = allocate_cached(pool, WINDOW, "used"), allocate_cached(pool, WINDOW, "unused")
+    ((_, used_id, _),), ((_, _, unused_id),) = ids(used), ids(unused)
+    unused.free()
+    with pytest.raises(ValueError, match="holds 13; the pool has ids 0 to 12"):
+        pool.evict_blocks({used_id, 13})
+    assert len(pool.cached_blocks(WINDOW)) == 2
+    pool.evict_blocks({used_id, unused_id})
+    assert pool.cached_blocks(WINDOW) == []
     assert pool.get_num_free_blocks() == 9
-    pool.check_integrity(held(used))
+    pool.check_integrity([used])
 
 
 def test_reset_needs_an_idle_pool():
     pool = make_pool()
-    (a,) = pool.allocate(FULL, 1)
-    pool.cache(a, b"a", 16)
+    table = allocate_cached(pool, FULL, "p")
     assert not pool.reset_prefix_cache()
-    assert pool.prefix_indexes[FULL].get(b"a") is a
-    pool.release((a,))
+    assert pool.find(FULL, b"p0") is not None
+    table.free()
     assert pool.reset_prefix_cache()
-    assert pool.prefix_indexes[FULL].get(b"a") is None
+    assert pool.find(FULL, b"p0") is None
     assert pool.get_usage() == 0
-    pool.check_integrity(held())
+    pool.check_integrity()
 
 
 def test_duplicates_of_a_hash_take_over_in_order():
-    index = PrefixIndex()
-    a, b, c = (GroupedKVCacheBlock(0, (i,)) for i in (1, 2, 3))
-    for block in (a, b, c):
-        index.insert(block, b"same", 16)
-    assert index.get(b"same") is a
-    assert len(index) == 3
-    index.remove(b)
-    index.check_integrity()
-    index.remove(a)
-    assert index.get(b"same") is c
-    index.remove(c)
-    assert index.get(b"same") is None
-    assert len(index) == 0
-    with pytest.raises(ValueError, match="not in the prefix cache"):
-        index.remove(c)
+    pool = make_pool(num_blocks=4)
+    tables = [allocate_cached(pool, FULL, "same") for _ in range(3)]
+    first, _, third = (table.blocks()[0] for table in tables)
+    assert pool.find(FULL, b"same0") == first
+    assert len(pool.cached_blocks(FULL)) == 3
+    tables[1].free()
+    other = allocate(pool, FULL, 1)  # evicts the second
+    assert pool.find(FULL, b"same0") == first
+    pool.check_integrity([tables[0], tables[2], other])
+    pool.evict_blocks({first.block_ids[0]})
+    assert pool.find(FULL, b"same0") == third
+    pool.evict_blocks({third.block_ids[0]})
+    assert pool.find(FULL, b"same0") is None
+    pool.check_integrity([tables[0], tables[2], other])
+
+
+def test_the_last_run_is_the_longest_that_is_whole_and_aligned():
+    pool = make_pool(num_blocks=20)
+    table = allocate(pool, FULL, 8)
+    prompt = hashes("p", 8)
+    for i in (0, 2, 3, 5, 6, 7):
+        table.cache(i, i + 1, prompt)
+
+    def pattern(max_blocks: int, length: int, alignment: int = 1) -> str:
+        run = pool.find_last_run(FULL, prompt, max_blocks, length, alignment)
+        return "".join("." if block.is_null else "x" for block in run)
+
+    assert pattern(8, 3) == ".....xxx"
+    assert pattern(7, 3) == "x", "a prefix that is shorter needs all that there is"
+    assert pattern(7, 2) == ".....xx"
+    assert pattern(6, 2) == "..xx"
+    assert pattern(99, 3, 3) == ""
+    assert pattern(99, 2, 4) == "......xx"
+    assert pattern(7, 2, 4) == "..xx"
+    assert pattern(1, 5) == "x"
+
+
+def test_evictions_are_recorded_on_request():
+    pool = make_pool(num_blocks=4)
+    assert pool.take_evictions() == []
+    allocate_cached(pool, WINDOW, "w").free()
+    allocate(pool, FULL, 1)
+    assert pool.take_evictions() == [], "nobody asked for them"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("use", "message"),
     [
-        (lambda pool, block: pool._blank.take(1), "ids in no place"),
-        (lambda pool, block: setattr(block, "ref_cnt", 2), "is held 1 times"),
-        (lambda pool, block: setattr(block, "block_hash", b"x"), "under another hash"),
-        (lambda pool, block: setattr(block, "block_ids", (2,)), "ids in two places"),
-        (lambda pool, block: setattr(pool, "_num_evictable_ids", 1), "are counted"),
+        (lambda pool, table: table.cache(0, 2, hashes("p", 2)), "are not all in the block table"),
+        (lambda pool, table: table.cache(-1, 1, hashes("p", 2)), "are not all in the block table"),
+        (lambda pool, table: table.cache(0, 1, []), "there are hashes for 0 blocks, not for 1"),
+        (lambda pool, table: table.cache(0, 1, [b""]), "has 0 bytes; accepted are 1 to 32"),
+        (lambda pool, table: table.cache(0, 1, [b"x" * 33]), "has 33 bytes"),
+        (lambda pool, table: table.release_before(-1), "are not all in the block table"),
+        (lambda pool, table: setattr(table, "num_cached", 9), "are not all in the block table"),
+        (lambda pool, table: table.adopt(pool.new_list(FULL), 0), "already holds KV cache blocks"),
+        (lambda pool, table: pool.new_table(2), "type_id is 2; the pool has 2"),
+        (lambda pool, table: pool.new_table(-1), "type_id is -1"),
+        (lambda pool, table: pool.find_prefix(0, [], -1), "max_blocks is -1"),
+        (lambda pool, table: pool.find_last_run(0, [], 1, 0, 1), "length is 0"),
+        (lambda pool, table: make_pool().allocate((table,), 64), "of another pool"),
+        (lambda pool, table: pool.allocate((table, table), 64), "each once"),
+        (lambda pool, table: pool.allocate((table,), -1), "num_tokens is -1"),
+        (lambda pool, table: pool.allocate((table,), 1 << 40), "accepted are values up to"),
+        (lambda pool, table: pool.num_missing_ids((table,), 9, ()), "one list of hits per block"),
+        (
+            lambda pool, table: pool.num_missing_ids((table,), 9, (pool.new_list(WINDOW),)),
+            "are of different types",
+        ),
+        (
+            lambda pool, table: make_pool().new_table(0).adopt(table.blocks(), 0),
+            "of another pool or attention type",
+        ),
+        (lambda pool, table: pool.new_table(1).adopt(table.blocks(), 0), "of another pool or att"),
+        (lambda pool, table: pool.new_list(0) + pool.new_list(1), "different pools or attention"),
     ],
 )
-def test_check_integrity_finds_damage(damage, message):
+def test_wrong_use_raises_and_changes_nothing(use, message):
     pool = make_pool()
-    (block,) = pool.allocate(FULL, 1)
-    pool.cache(block, b"a", 16)
-    pool.check_integrity(held(block))
-    damage(pool, block)
-    with pytest.raises(AssertionError, match=message):
-        pool.check_integrity(held(block))
+    table = allocate(pool, FULL, 1)
+    with pytest.raises(ValueError, match=message):
+        use(pool, table)
+    assert (len(table), pool.get_num_free_blocks()) == (1, 11)
+    pool.check_integrity([table])
+
+
+def test_a_block_is_cached_once_and_released_once():
+    pool = make_pool()
+    table = allocate_cached(pool, FULL, "p")
+    with pytest.raises(ValueError, match="block 0 is in the prefix cache already"):
+        table.cache(0, 1, hashes("other", 1))
+    (block,) = table.blocks()
+    assert block.block_hash == b"p0"
+    with pytest.raises(ValueError, match="was not handed out"):
+        pool.release_detached(block)
+    pool.check_integrity([table])
+    (detached,) = table.detach()
+    pool.release_detached(detached)
+    with pytest.raises(ValueError, match="was not handed out"):
+        pool.release_detached(detached)
+    pool.check_integrity()
+
+
+def test_caching_is_all_or_nothing():
+    pool = make_pool()
+    table = allocate(pool, FULL, 2)
+    with pytest.raises(TypeError, match="a block hash must be bytes"):
+        table.cache(0, 2, [b"p0", 5])  # type: ignore[list-item]
+    assert (table.num_cached, pool.cached_blocks(FULL)) == (0, [])
+    table.cache(0, 2, hashes("p", 2))
+    assert table.num_cached == 2
+    pool.check_integrity([table])
+
+
+def test_a_table_that_is_dropped_releases_its_blocks():
+    pool = make_pool()
+    table = allocate_cached(pool, WINDOW, "w", 2)
+    assert pool.get_num_free_blocks() == 6
+    del table
+    assert pool.get_num_free_blocks() == 12
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("tables", [3, [1], (None,), (1,)])
+def test_what_is_no_tuple_of_tables_is_refused(tables):
+    pool = make_pool()
+    for use in (
+        lambda: pool.num_missing_ids(tables, 5, ()),
+        lambda: pool.num_slots(tables),
+        lambda: pool.allocate(tables, 5),
+    ):
+        with pytest.raises(TypeError, match="block tables must be a tuple"):
+            use()
+
+
+def test_many_duplicates_of_a_hash_come_and_go_in_any_order():
+    pool = make_pool(num_blocks=200)
+    tables = [allocate_cached(pool, FULL, "same") for _ in range(150)]
+    for i in (0, 149, 75, 1, 148, 2):
+        tables[i].free()
+    allocate(pool, FULL, 55)  # evicts all six, the first among them
+    first = tables[3].blocks()[0]
+    assert pool.find(FULL, b"same0") == first
+    held = [table for table in tables if len(table)]
+    pool.check_integrity(held)
+    assert len(pool.cached_blocks(FULL)) == len(held) == 144
+    for table in held:
+        table.free()
+    assert pool.reset_prefix_cache()
+    assert pool.find(FULL, b"same0") is None
+    pool.check_integrity()
+
+
+def test_the_pool_outlives_its_python_object_while_tables_need_it():
+    table = allocate(make_pool(), WINDOW, 2)
+    assert ids(table) == [(1, 2, 3), (4, 5, 6)]
+    table.free()
+    assert len(table) == 0
+
+
+def test_check_integrity_finds_lost_and_invented_references():
+    pool = make_pool()
+    table = allocate_cached(pool, FULL, "p")
+    pool.check_integrity([table])
+    with pytest.raises(AssertionError, match="0 blocks are evictable and 0 referenced; 1 own ids"):
+        pool.check_integrity()
+    with pytest.raises(AssertionError, match="is held 2 times"):
+        pool.check_integrity([table, table])
+    blocks = table.detach()
+    pool.check_integrity()
+    pool.release_detached(blocks[0])
+    pool.check_integrity()

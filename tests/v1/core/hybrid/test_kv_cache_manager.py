@@ -5,7 +5,9 @@ Gemma-like unless said otherwise: one full-attention group and five groups of wi
 (two blocks of 16 before the query), so that a token position costs six physical blocks.
 """
 
+import gc
 import inspect
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -96,7 +98,8 @@ def test_block_ids_come_per_group_in_config_order():
     assert [len(group) for group in ids] == [3] * 6
     assert len({block_id for group in ids for block_id in group}) == 18
     full_type = manager.coordinator.managers[1]
-    assert ids[1] == [block.block_ids[0] for block in full_type.get_blocks("r")]
+    table = manager.coordinator.requests["r"].tables[full_type.type_id]
+    assert ids[1] == [block.block_ids[0] for block in table.blocks()]
     assert manager.get_blocks("r").get_block_ids(group_ids=[1]) == (ids[1],)
     assert [m.block_size for m in manager.coordinator.single_type_managers] == [16] * 6
     assert manager.get_block_ids_for_computed_tokens("r", 17) == tuple(g[:2] for g in ids)
@@ -358,3 +361,34 @@ def test_wrong_calls_raise_and_change_nothing(changes, message):
 def test_features_that_are_not_covered_are_refused(changes):
     with pytest.raises(ValueError, match="not covered"):
         KVSetup(GEMMA, 100).build(KVCacheManager, **changes)
+
+
+def test_a_manager_is_gone_with_its_last_reference():
+    manager = make_manager()
+    req = request("r", (1, 40))
+    prefill(manager, req)
+    allocate_slots, gone = manager.allocate_slots, weakref.ref(manager)
+    gc.disable()
+    try:
+        del manager
+        assert gone() is None, "a cycle would keep all block tables until a garbage collection"
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="the KV cache manager is gone"):
+        allocate_slots(req, 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords"),
+    [((), {}), ((0,), {}), ((-1,), {}), (("1",), {}), ((1,), {"num_lookahead_tokens": None})],
+)
+def test_what_the_gate_does_not_understand_reaches_the_method(arguments, keywords):
+    manager = make_manager()
+    req = request("r", (1, 40))
+    prefill(manager, req)
+    with pytest.raises((TypeError, ValueError)):
+        manager.allocate_slots(req, *arguments, **keywords)
+    with pytest.raises(AttributeError):
+        manager.allocate_slots(None, 1)
+    manager.check_integrity()
+    assert manager.allocate_slots(req, 1) is not None

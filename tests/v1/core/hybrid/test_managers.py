@@ -4,6 +4,7 @@
 import pytest
 
 from support.kv_configs import AttentionKind, KVSetup, full, mla, sliding
+from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
 from vllm.v1.core.hybrid.block_pool import BlockPool
@@ -27,12 +28,12 @@ def make_coordinator(*kinds: AttentionKind, **changes: object) -> KVCacheCoordin
 
 def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
     """Put the blocks with these indices in the prefix cache, evictable."""
-    manager = coordinator.managers[type_id]
-    scale = manager.block_size // coordinator.hash_block_size
+    pool = coordinator.block_pool
+    table = pool.new_table(type_id)
+    pool.allocate((table,), (max(indices) + 1) * coordinator.managers[type_id].block_size)
     for i in indices:
-        (block,) = coordinator.block_pool.allocate(type_id, 1)
-        coordinator.block_pool.cache(block, HASHES[(i + 1) * scale - 1], (i + 1) * scale)
-        coordinator.block_pool.release((block,))
+        table.cache(i, i + 1, HASHES)
+    table.free()
 
 
 def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:
@@ -123,51 +124,68 @@ def test_unequal_block_sizes_hit_at_common_boundaries():
 def test_sliding_window_caches_what_can_serve_a_hit(retention, boundaries, expected):
     coordinator = make_coordinator(full(64), sliding(33, 16), retention=retention)
     window = coordinator.managers[1]
-    assert list(window.cacheable_blocks(range(0, 8), boundaries)) == expected
-    assert list(window.cacheable_blocks(range(3, 7), boundaries)) == [
-        i for i in expected if 3 <= i < 7
-    ]
+    for begin, end in ((0, 8), (3, 7)):
+        runs = window.cacheable_blocks(begin, end, boundaries)
+        cached = [i for run in runs for i in range(*run)]
+        assert cached == [i for i in expected if begin <= i < end]
 
 
 def test_blocks_are_released_when_no_later_query_reads_them():
     coordinator = make_coordinator(sliding(33, 16, 2))
     (manager,) = coordinator.managers
-    manager.allocate("r", 96)
+    blocks = coordinator.blocks_of("r")
+    coordinator.allocate("r", blocks, 96)
+    (table,) = blocks.tables
     free = coordinator.block_pool.get_num_free_blocks()
     # With 47 tokens computed, the next query reads positions 15 and later.
-    manager.release_skipped("r", 47)
+    manager.release_skipped(table, 47)
     assert coordinator.block_pool.get_num_free_blocks() == free
-    manager.release_skipped("r", 48)
+    manager.release_skipped(table, 48)
     assert coordinator.block_pool.get_num_free_blocks() == free + 2
-    assert [block.is_null for block in manager.get_blocks("r")] == [True] + [False] * 5
-    manager.release_skipped("r", 40)
-    manager.release_skipped("r", 1000)
-    assert all(block.is_null for block in manager.get_blocks("r"))
-    manager.check_integrity()
+    assert [block.is_null for block in table.blocks()] == [True] + [False] * 5
+    manager.release_skipped(table, 40)
+    manager.release_skipped(table, 1000)
+    assert all(block.is_null for block in table.blocks())
+    coordinator.check_integrity()
 
 
 def test_next_event_is_the_first_thing_that_can_happen():
-    coordinator = make_coordinator(sliding(33, 16))
-    (manager,) = coordinator.managers
-    assert manager.next_event("unknown") == 0
-    manager.allocate("r", 40)
-    assert manager.next_event("r") == 16  # the first block becomes cacheable
-    manager.tables["r"].num_cached = 2
-    assert manager.next_event("r") == 48  # the third block; the first leaves the window
-    manager.allocate("r", 100)
-    assert manager.next_event("r") == 48  # the third block; the first leaves the window
-    manager.tables["r"].num_cached = 6
-    assert manager.next_event("r") == 48
-    manager.release_skipped("r", 48)
-    assert manager.next_event("r") == 64
+    coordinator = make_coordinator(full(16), sliding(33, 16))
+    blocks = coordinator.blocks_of("r")
+    assert blocks.next_event() == 0
+    request = make_request(RequestPlan(path=((1, 100),)), "r", block_hasher(16))
+    coordinator.allocate("r", blocks, 40)
+    coordinator.release_skipped(blocks, 0)
+    assert blocks.next_event() == 0  # nothing has been cached yet
+    coordinator.cache_blocks(request, blocks, 40)
+    assert (blocks.next_slots, blocks.next_cached, blocks.next_released) == (49, 48, 48)
+    assert blocks.next_event() == 48  # the third block is full
+    coordinator.allocate("r", blocks, 100)
+    coordinator.cache_blocks(request, blocks, 63)
+    # A step that begins with 48 tokens processed releases the first block, and ends with 49.
+    assert (blocks.next_slots, blocks.next_cached, blocks.next_event()) == (113, 64, 49)
+    coordinator.release_skipped(blocks, 48)
+    assert (blocks.next_released, blocks.next_event()) == (64, 64)
+    coordinator.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["next_slots", "next_cached", "next_released"])
+def test_a_request_that_sleeps_too_long_is_found(name):
+    coordinator = make_coordinator(full(16), sliding(33, 16))
+    blocks = coordinator.blocks_of("r")
+    coordinator.allocate("r", blocks, 40)
+    coordinator.check_integrity()
+    setattr(blocks, name, 50)
+    with pytest.raises(AssertionError, match="request r sleeps until 50"):
+        coordinator.check_integrity()
 
 
 def test_coordinators_refuse_what_they_cannot_do():
     kinds = (full(16), sliding(33, 16))
     config = KVSetup(kinds=kinds, num_blocks=10).kv_cache_config()
     types = get_attention_types(config)
-    pool = BlockPool(10, types)
     settings = CacheSettings(64, 64, 16, 16, True, None, False)
+    pool = BlockPool(10, types, settings)
     off = CacheSettings(64, 64, 16, 16, False, None, False)
     with pytest.raises(ValueError, match="needs 1 attention type, got 2"):
         UnitaryKVCacheCoordinator(types, pool, settings)

@@ -10,14 +10,14 @@ every process, most of which never build a scheduler.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
+    from vllm.v1.core.hybrid._core import GroupedKVCacheBlock
     from vllm.v1.core.hybrid.kv_cache_blocks import KVCacheBlocks
     from vllm.v1.core.hybrid.kv_cache_manager import KVCacheManager
 
 __all__ = ["GroupedKVCacheBlock", "KVCacheBlocks", "KVCacheManager"]
 
 _MODULES = {
-    "GroupedKVCacheBlock": "grouped_block",
+    "GroupedKVCacheBlock": "_core",
     "KVCacheBlocks": "kv_cache_blocks",
     "KVCacheManager": "kv_cache_manager",
 }

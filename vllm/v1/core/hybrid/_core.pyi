@@ -1,38 +1,228 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native core (sources in ``csrc/``)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-class BlankBlockIds:
-    """The physical block ids that hold nothing reusable: a stack.
+class GroupedKVCacheBlock:
+    """One logical block: the physical blocks of all groups of an attention type
+    for the same tokens. They are allocated, cached, freed and evicted together.
 
-    A new one holds the ids 1 to num_blocks - 1, lowest first. Id 0 is the null
-    block and never blank. ValueError unless 1 <= num_blocks <= 2**31 - 1.
+    A view, which holds no reference: once the block was given to others, what it knows of it
+    (all but its type, and whether it is null) raises ValueError.
     """
 
-    def __init__(self, num_blocks: int) -> None: ...
     @property
-    def num_blocks(self) -> int: ...
-    def take(self, n: int) -> list[int]:
-        """Take n ids, the most recently returned first.
+    def type_id(self) -> int: ...
+    @property
+    def is_null(self) -> bool: ...
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """``block_ids[k]`` is the physical block id for the type's ``k``-th group."""
 
-        ValueError, with nothing taken, unless 0 <= n <= len(self).
-        """
+    @property
+    def ref_cnt(self) -> int:
+        """How many block tables (or detached lists) hold the block."""
 
-    def give_back(self, ids: Sequence[int]) -> None:
-        """Return ids; the first is the next to be taken.
+    @property
+    def num_detached(self) -> int:
+        """How many of those references callers hold, after `BlockTable.detach`."""
 
-        ValueError, with nothing changed, for an id that is not in
-        1 to num_blocks - 1, is blank already, or comes twice.
-        """
+    @property
+    def block_hash(self) -> bytes | None:
+        """Prefix-cache hash while the block is in its type's prefix index."""
 
-    def to_list(self) -> list[int]:
-        """All blank ids, in the order in which they would be taken."""
+    @property
+    def num_tokens(self) -> int:
+        """Length in tokens of the prefix that ``block_hash`` stands for."""
+
+    def __hash__(self) -> int: ...
+    def __eq__(self, other: object) -> bool: ...
+
+class BlockList:
+    """Blocks of one attention type as they were at one time; holds no references."""
 
     def __len__(self) -> int: ...
-    def __contains__(self, id: int) -> bool: ...
+    def __getitem__(self, index: int) -> GroupedKVCacheBlock: ...
+    def __iter__(self) -> Iterator[GroupedKVCacheBlock]: ...
+    def __add__(self, other: BlockList) -> BlockList: ...
+    def truncated(self, num_blocks: int) -> BlockList:
+        """The first blocks, at most so many."""
+
+    def num_evictable(self, start: int) -> int:
+        """How many of the blocks from index ``start`` on nobody references."""
+
+    def block_ids(self) -> list[list[int]]:
+        """Physical ids: one list per group of the type, each with one id per block."""
+
+class BlockTable:
+    """A request's logical blocks of one attention type, in token order.
+
+    |  released  |  cached or left out of the cache  |  not final yet  |
+    0      num_released                          num_cached        len(table)
+
+    Released blocks have left the window: the null block stands in their place. A table that
+    is dropped releases what it holds.
+    """
+
+    def __len__(self) -> int: ...
+    @property
+    def type_id(self) -> int: ...
+    @property
+    def num_released(self) -> int: ...
+    @property
+    def num_cached(self) -> int:
+        """Blocks for which the decision to cache them has been taken."""
+
+    @num_cached.setter
+    def num_cached(self, end: int) -> None: ...
+    def adopt(self, hit: BlockList, num_skipped: int) -> None:
+        """Start the table with a prefix hit; its first ``num_skipped`` blocks are not needed.
+
+        ValueError, with nothing changed, if the table is not empty, or if a block of
+        the hit was evicted since the lookup.
+        """
+
+    def release_before(self, end: int) -> int:
+        """Release the blocks before index ``end``, so that the last is reused first.
+
+        The null block takes their place. Returns how many leading blocks are released now.
+        """
+
+    def cache(self, begin: int, end: int, block_hashes: Sequence[bytes]) -> None:
+        """Enter the blocks ``begin`` to before ``end`` in the prefix cache, without null blocks.
+
+        ``num_cached`` is at least ``end`` afterwards.
+        ``block_hashes``, a list, has one hash per hash block of the whole prefix.
+        """
+
+    def free(self) -> None:
+        """Release all blocks, so that the tail of the sequence is reused first."""
+
+    def detach(self) -> BlockList:
+        """Empty the table; its references are the caller's, for `BlockPool.release_detached`."""
+
+    def blocks(self, begin: int = 0) -> BlockList:
+        """The blocks from index ``begin`` on."""
+
+    def num_cached_tokens(self) -> int:
+        """Length in tokens of the longest prefix that ends at a cached block."""
+
+class BlockPool:
+    """The physical KV cache blocks, and the grouped blocks made of them.
+
+    ``types`` describes each attention type by its number of groups, its block size in
+    tokens, and how many block hashes a block spans.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        types: Sequence[tuple[int, int, int]],
+        records_evictions: bool = False,
+    ) -> None: ...
+    @property
+    def num_evictable_ids(self) -> int: ...
+    @property
+    def num_evicted_ids(self) -> int:
+        """Physical ids evicted from the prefix cache since start-up."""
+
+    def new_table(self, type_id: int) -> BlockTable: ...
+    def new_tables(self) -> tuple[BlockTable, ...]:
+        """Empty block tables for a request, one per attention type."""
+    def new_list(self, type_id: int) -> BlockList: ...
+    def get_num_free_blocks(self) -> int:
+        """Number of physical ids that can be allocated: blank and evictable ones."""
+
+    def num_missing_ids(
+        self, tables: tuple[BlockTable, ...], num_tokens: int, hits: tuple[BlockList, ...]
+    ) -> int:
+        """Physical ids that a request still needs for ``num_tokens`` slots in every type.
+
+        ``hits`` are still to be adopted.
+        """
+
+    def num_slots(self, tables: tuple[BlockTable, ...]) -> int:
+        """Tokens for which a request has slots in every type; -1 for a model without types."""
+
+    def allocate(
+        self, tables: tuple[BlockTable, ...], num_tokens: int, num_kept: int = 0
+    ) -> tuple[BlockList, ...] | None:
+        """Append the blocks that are missing, each with one reference; returns the new ones.
+
+        One list per table. None, with nothing changed, if fewer than ``num_kept`` physical
+        ids would stay free.
+        """
+
+    def find_prefix(
+        self, type_id: int, block_hashes: Sequence[bytes], max_blocks: int
+    ) -> BlockList:
+        """The blocks of the longest prefix, of at most ``max_blocks``, that are all cached.
+
+        ``block_hashes`` is a list, as in `BlockTable.cache`.
+        """
+
+    def find_last_run(
+        self,
+        type_id: int,
+        block_hashes: Sequence[bytes],
+        max_blocks: int,
+        length: int,
+        alignment: int,
+    ) -> BlockList:
+        """The longest prefix, of at most ``max_blocks`` and a multiple of ``alignment``, whose
+        last ``length`` blocks are cached; null blocks stand for those before.
+        """
+
+    def release_detached(self, block: GroupedKVCacheBlock) -> None:
+        """Drop one reference, which `BlockTable.detach` handed out.
+
+        ValueError, with nothing changed, if it handed out none that is still there.
+        """
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Take the blocks that hold one of the physical ids out of the prefix cache."""
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache."""
+
+    def take_evictions(self) -> list[tuple[int, bytes]]:
+        """Type and hash of each block evicted since the last call, if they are recorded."""
+
+    def find(self, type_id: int, block_hash: bytes) -> GroupedKVCacheBlock | None:
+        """The cached block with a hash: the oldest, if there are several."""
+
+    def cached_blocks(self, type_id: int) -> list[GroupedKVCacheBlock]:
+        """All blocks in a type's prefix index, for checks."""
+
+    def live_blocks(self) -> list[GroupedKVCacheBlock]:
+        """All blocks that own physical ids, for checks."""
+
+    def evictable_blocks(self) -> list[GroupedKVCacheBlock]:
+        """The evictable blocks, the next to be evicted first, for checks."""
+
+    def blank_ids(self) -> list[int]:
+        """The ids that hold nothing reusable, the next to be taken first, for checks."""
+
+def gate_allocate_slots(
+    owner: object,
+    method: Callable[..., object],
+    step: Callable[..., object],
+    next_events: dict[str, int],
+    idle_answer: object,
+) -> Callable[..., Any]:
+    """The owner's ``method``, but for a plain step of a request that has a next event.
+
+    Below the event no Python runs, and ``idle_answer`` is returned; at or above it, the
+    owner's ``step`` is called with the request, its new tokens and its lookahead tokens.
+    """
+
+def gate_cache_blocks(
+    owner: object, method: Callable[..., object], next_events: dict[str, int]
+) -> Callable[..., Any]:
+    """The owner's ``method``, but for fewer tokens than the request's next event: then None."""
 
 class BlockHasher:
     """Chained hashes of full blocks of tokens: base's, of a serialized (parent, tokens, keys).

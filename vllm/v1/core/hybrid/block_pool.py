@@ -1,119 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of physical KV cache blocks that all attention types share."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
-from vllm.v1.core.hybrid._core import BlankBlockIds
+from vllm.v1.core.hybrid import _core
+from vllm.v1.core.hybrid._core import BlockTable, GroupedKVCacheBlock
 from vllm.v1.core.hybrid.attention_type import AttentionType
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog
-from vllm.v1.core.hybrid.prefix_index import PrefixIndex
+from vllm.v1.core.hybrid.settings import CacheSettings
 
 logger = init_logger(__name__)
 
 
-class BlockPool:
+class BlockPool(_core.BlockPool):
     """Owns the physical block ids ``1 .. num_gpu_blocks - 1``; id 0 is the null block.
 
     Every id is in exactly one place: *blank* (holds nothing reusable), in an
     *evictable* block (cached, not referenced), or in a *referenced* block.
     Blank ids are handed out first; then evictable blocks are evicted, each as
-    a whole, the least recently freed first.
+    a whole, the least recently freed first. The ids, the blocks and the prefix index of
+    each type are native; here is what base's callers see of them.
     """
 
     def __init__(
         self,
         num_gpu_blocks: int,
         attention_types: Sequence[AttentionType],
+        settings: CacheSettings,
         event_log: KVCacheEventLog | None = None,
     ) -> None:
+        super().__init__(
+            num_gpu_blocks,
+            [
+                (t.num_groups, t.spec.block_size, settings.hashes_per_block(t.spec.block_size))
+                for t in attention_types
+            ],
+            records_evictions=event_log is not None,
+        )
         self.num_gpu_blocks = num_gpu_blocks
         self.attention_types = tuple(attention_types)
         self.event_log = event_log
-        self.prefix_indexes = tuple(PrefixIndex() for _ in attention_types)
-        #: One null block per type: stands in a block table where nothing is held.
-        self.null_blocks = tuple(
-            GroupedKVCacheBlock(type_id, (0,) * attention_type.num_groups, is_null=True)
-            for type_id, attention_type in enumerate(attention_types)
-        )
-        #: The null block of a single group, under the name that base's callers use.
-        self.null_block = GroupedKVCacheBlock(0, (0,), is_null=True)
-        #: Physical ids evicted from the prefix cache since start-up.
-        self.num_evicted_ids = 0
-        self._blank = BlankBlockIds(num_gpu_blocks)
-        self._evictable: OrderedDict[GroupedKVCacheBlock, None] = OrderedDict()
-        self._num_evictable_ids = 0
-        # References handed to the scheduler, which returns them with free_blocks().
-        self._detached: Counter[GroupedKVCacheBlock] = Counter()
-
-    def get_num_free_blocks(self) -> int:
-        """Number of physical ids that can be allocated: blank and evictable ones."""
-        return len(self._blank) + self._num_evictable_ids
 
     def get_usage(self) -> float:
         """Share of the pool that is referenced, 0.0 to 1.0."""
         num_usable = self.num_gpu_blocks - 1
         return 1.0 - self.get_num_free_blocks() / num_usable if num_usable else 0.0
 
-    def allocate(self, type_id: int, num_blocks: int) -> list[GroupedKVCacheBlock]:
-        """Take ``num_blocks`` logical blocks of a type, each with one reference.
-
-        Raises:
-            ValueError: if fewer physical ids are free; nothing is taken then.
-        """
-        num_groups = self.attention_types[type_id].num_groups
-        num_ids = num_blocks * num_groups
-        if num_ids > self.get_num_free_blocks():
-            raise ValueError(
-                f"cannot allocate {num_ids} KV cache blocks: "
-                f"{self.get_num_free_blocks()} of {self.num_gpu_blocks} are free"
-            )
-        while len(self._blank) < num_ids:
-            block, _ = self._evictable.popitem(last=False)
-            self._num_evictable_ids -= len(block.block_ids)
-            self._uncache(block)
-            self._blank.give_back(block.block_ids)
-        ids = self._blank.take(num_ids)
-        return [
-            GroupedKVCacheBlock(type_id, tuple(ids[start : start + num_groups]))
-            for start in range(0, num_ids, num_groups)
-        ]
-
-    def touch(self, blocks: Iterable[GroupedKVCacheBlock]) -> None:
-        """Add a reference to each block; an evictable one is no longer evictable."""
-        for block in blocks:
-            if block.is_null:
-                continue
-            if block.ref_cnt == 0:
-                del self._evictable[block]
-                self._num_evictable_ids -= len(block.block_ids)
-            block.ref_cnt += 1
-
-    def release(self, blocks: Iterable[GroupedKVCacheBlock]) -> None:
-        """Drop one reference to each block, in the order in which they should be reused."""
-        blank_ids: list[int] = []
-        for block in blocks:
-            if block.is_null:
-                continue
-            if block.ref_cnt <= 0:
-                raise ValueError(f"{block} is released more often than it was referenced")
-            block.ref_cnt -= 1
-            if block.ref_cnt > 0:
-                continue
-            if block.block_hash is None:
-                blank_ids.extend(block.block_ids)
-            else:
-                self._evictable[block] = None
-                self._num_evictable_ids += len(block.block_ids)
-        if blank_ids:
-            self._blank.give_back(blank_ids)
-
-    def detach(self, blocks: Iterable[GroupedKVCacheBlock]) -> None:
-        """Note that the caller now owns a reference to each block (see `free_blocks`)."""
-        self._detached.update(block for block in blocks if not block.is_null)
+    def detach(self, tables: Iterable[BlockTable]) -> list[GroupedKVCacheBlock]:
+        """Empty the tables; the caller now owns their references (see `free_blocks`)."""
+        return [block for table in tables for block in table.detach()]
 
     def free_blocks(self, ordered_blocks: Iterable[GroupedKVCacheBlock]) -> None:
         """Return blocks that `KVCacheManager.pop_blocks_for_free` handed out.
@@ -122,20 +60,7 @@ class BlockPool:
             ValueError: for a block that was not handed out; the blocks before it are freed.
         """
         for block in ordered_blocks:
-            if block.is_null:
-                continue
-            if self._detached[block] <= 0:
-                raise ValueError(f"{block} was not handed out by pop_blocks_for_free")
-            self._detached[block] -= 1
-            if self._detached[block] == 0:
-                del self._detached[block]
-            self.release((block,))
-
-    def cache(self, block: GroupedKVCacheBlock, block_hash: bytes, num_tokens: int) -> None:
-        """Enter a referenced block in its type's prefix index."""
-        if block.ref_cnt <= 0:
-            raise ValueError(f"{block} is not referenced, so it cannot be cached")
-        self.prefix_indexes[block.type_id].insert(block, block_hash, num_tokens)
+            self.release_detached(block)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Remove from the prefix cache every block that holds one of the physical ids.
@@ -145,19 +70,7 @@ class BlockPool:
         Raises:
             ValueError: if an id is not one of the pool's.
         """
-        for block_id in block_ids:
-            if not 0 <= block_id < self.num_gpu_blocks:
-                raise ValueError(
-                    f"block_ids holds {block_id}; the pool has ids 0 to {self.num_gpu_blocks - 1}"
-                )
-        # A scan, because no id-to-block map is kept: this serves rare failed transfers.
-        for index in self.prefix_indexes:
-            for block in [b for b in index if not block_ids.isdisjoint(b.block_ids)]:
-                self._uncache(block)
-                if block.ref_cnt == 0:
-                    del self._evictable[block]
-                    self._num_evictable_ids -= len(block.block_ids)
-                    self._blank.give_back(block.block_ids)
+        self.evict(sorted(block_ids))
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while any block is referenced."""
@@ -165,58 +78,74 @@ class BlockPool:
         if num_used:
             logger.warning("Cannot reset the prefix cache: %d blocks are in use", num_used)
             return False
-        for index in self.prefix_indexes:
-            index.clear()
-        for block in reversed(self._evictable):
-            self._blank.give_back(block.block_ids)
-        self._evictable.clear()
-        self._num_evictable_ids = 0
+        self.clear_cache()
         if self.event_log is not None:
+            self.report_evictions()
             self.event_log.cleared()
         logger.info("Reset the prefix cache")
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV cache events since the last call; empty when they are off."""
-        return self.event_log.take() if self.event_log is not None else []
+        if self.event_log is None:
+            return []
+        self.report_evictions()
+        return self.event_log.take()
 
-    def _uncache(self, block: GroupedKVCacheBlock) -> None:
-        if self.event_log is not None:
-            self.event_log.removed(block)
-        self.prefix_indexes[block.type_id].remove(block)
-        self.num_evicted_ids += len(block.block_ids)
+    def report_evictions(self) -> None:
+        """Tell the event log, which must be on, of evictions since the last call.
 
-    def check_integrity(self, references: Counter[GroupedKVCacheBlock]) -> None:
+        Before any other event, so that events stand in the order in which things happened.
+        """
+        assert self.event_log is not None
+        for type_id, block_hash in self.take_evictions():
+            self.event_log.removed(type_id, block_hash)
+
+    def check_integrity(self, tables: Iterable[BlockTable] = ()) -> None:
         """Verify the pool against the references that the block tables hold.
 
         Raises:
             AssertionError: with the first difference.
         """
-        expected = references + self._detached
+        live = self.live_blocks()
+        expected = Counter({block: block.num_detached for block in live if block.num_detached})
+        for table in tables:
+            expected.update(block for block in table.blocks() if not block.is_null)
+        evictable = self.evictable_blocks()
         for block, count in expected.items():
             assert block.ref_cnt == count, f"{block} is held {count} times"
-        for index in self.prefix_indexes:
-            index.check_integrity()
-        for block in self._evictable:
+        for block in evictable:
             assert block.ref_cnt == 0, f"{block} is evictable and referenced"
             assert block.block_hash is not None, f"{block} is evictable but not cached"
-        for type_id, index in enumerate(self.prefix_indexes):
-            for block in index:
-                assert block.type_id == type_id, f"{block} is in the index of type {type_id}"
-                assert block in self._evictable or block in expected, (
-                    f"{block} is cached but neither evictable nor referenced"
-                )
-        num_evictable = sum(len(block.block_ids) for block in self._evictable)
-        assert num_evictable == self._num_evictable_ids, (
-            f"{num_evictable} ids are evictable, {self._num_evictable_ids} are counted"
+        known = {*evictable, *expected}
+        assert len(evictable) + len(expected) == len(known) == len(live), (
+            f"{len(evictable)} blocks are evictable and {len(expected)} referenced; "
+            f"{len(live)} own ids"
         )
-        places = Counter(self._blank.to_list())
-        for block in (*self._evictable, *expected):
-            num_groups = self.attention_types[block.type_id].num_groups
-            assert len(block.block_ids) == num_groups, f"{block} has not one id per group"
+        num_evictable = sum(len(block.block_ids) for block in evictable)
+        assert num_evictable == self.num_evictable_ids, (
+            f"{num_evictable} ids are evictable, {self.num_evictable_ids} are counted"
+        )
+        self._check_indexes(live)
+        places = Counter(self.blank_ids())
+        for block in live:
+            assert block in known, f"{block} is neither evictable nor referenced"
             places.update(block.block_ids)
         if len(places) != self.num_gpu_blocks - 1 or places.total() != self.num_gpu_blocks - 1:
             twice = [block_id for block_id, count in places.items() if count > 1]
             lost = [i for i in range(1, self.num_gpu_blocks) if i not in places]
             raise AssertionError(f"ids in two places: {twice[:8]}; ids in no place: {lost[:8]}")
         assert 0 not in places, "the null block is in use"
+
+    def _check_indexes(self, live: Sequence[GroupedKVCacheBlock]) -> None:
+        carry_hash = {block for block in live if block.block_hash is not None}
+        for type_id in range(len(self.attention_types)):
+            for block in self.cached_blocks(type_id):
+                assert block.type_id == type_id, f"{block} is in the index of type {type_id}"
+                assert block in carry_hash, f"{block} is in the index but carries no hash"
+                assert block.block_hash is not None
+                found = self.find(type_id, block.block_hash)
+                assert found is not None, f"{block} is not found under its hash"
+                assert found.block_hash == block.block_hash, f"{found} answers for another hash"
+                carry_hash.discard(block)
+        assert not carry_hash, f"cached, but not in the index: {sorted(map(str, carry_hash))[:4]}"

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
+from vllm.v1.core.hybrid._core import BlockList
 from vllm.v1.core.hybrid.attention_type import AttentionType
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 
+#: Per attention type, blocks in token order.
+BlocksByType = tuple[BlockList, ...]
 #: For each KV cache group: its attention type, and its place among the type's groups.
 GroupLayout = tuple[tuple[int, int], ...]
 
@@ -26,20 +28,19 @@ def get_group_layout(attention_types: Sequence[AttentionType]) -> GroupLayout:
 class KVCacheBlocks:
     """Blocks of one request: ``blocks[type][i]`` is the type's ``i``-th logical block.
 
-    Immutable by convention; the scheduler holds it only within a step.
+    Immutable by convention. The scheduler holds it only within a step: it has no references, and
+    once a block has been given to others its ids raise ValueError.
     """
 
     __slots__ = ("blocks", "layout")
 
-    def __init__(
-        self, blocks: tuple[Sequence[GroupedKVCacheBlock], ...], layout: GroupLayout
-    ) -> None:
+    def __init__(self, blocks: BlocksByType, layout: GroupLayout) -> None:
         self.blocks = blocks
         self.layout = layout
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         return KVCacheBlocks(
-            tuple([*a, *b] for a, b in zip(self.blocks, other.blocks, strict=True)), self.layout
+            tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True)), self.layout
         )
 
     @overload
@@ -59,12 +60,14 @@ class KVCacheBlocks:
 
         ``group_ids`` selects groups; with ``allow_none``, None instead of only empty lists.
         """
-        layout = self.layout if group_ids is None else [self.layout[i] for i in group_ids]
-        if allow_none and not any(self.blocks[type_id] for type_id, _ in layout):
+        if group_ids is not None:
+            layout: GroupLayout = tuple(self.layout[i] for i in group_ids)
+        else:
+            layout = self.layout
+        if allow_none and not any(len(self.blocks[type_id]) for type_id, _ in layout):
             return None
-        return tuple(
-            [block.block_ids[place] for block in self.blocks[type_id]] for type_id, place in layout
-        )
+        ids = {type_id: self.blocks[type_id].block_ids() for type_id in {t for t, _ in layout}}
+        return tuple([ids[type_id][place] for type_id, place in layout])
 
     def get_unhashed_block_ids(self) -> list[int]:
         """Ids of the blocks that are not in the prefix cache; for a single group only.
@@ -89,4 +92,4 @@ class KVCacheBlocks:
 
     def new_empty(self) -> KVCacheBlocks:
         """The same layout without blocks."""
-        return KVCacheBlocks(tuple(() for _ in self.blocks), self.layout)
+        return KVCacheBlocks(tuple(blocks.truncated(0) for blocks in self.blocks), self.layout)

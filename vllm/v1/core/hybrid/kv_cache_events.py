@@ -11,7 +11,6 @@ from vllm.distributed.kv_events import (
     KVCacheEvent,
 )
 from vllm.v1.core.hybrid.attention_type import AttentionType
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashList,
@@ -47,13 +46,12 @@ class KVCacheEventLog:
         """The prefix cache was reset."""
         self._events.append(AllBlocksCleared())
 
-    def removed(self, block: GroupedKVCacheBlock) -> None:
-        """``block`` leaves the prefix cache; call while it still has its hash."""
-        assert block.block_hash is not None
-        block_hash = maybe_convert_block_hash(BlockHash(block.block_hash))
-        for group_id in self.attention_types[block.type_id].group_ids:
+    def removed(self, type_id: int, block_hash: bytes) -> None:
+        """A block left the prefix cache."""
+        external_hash = maybe_convert_block_hash(BlockHash(block_hash))
+        for group_id in self.attention_types[type_id].group_ids:
             self._events.append(
-                BlockRemoved(block_hashes=[block_hash], medium=MEDIUM_GPU, group_idx=group_id)
+                BlockRemoved(block_hashes=[external_hash], medium=MEDIUM_GPU, group_idx=group_id)
             )
 
     def stored(

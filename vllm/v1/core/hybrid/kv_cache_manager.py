@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's view of the KV cache, with the contract of base vLLM 0.32's manager."""
 
-from collections.abc import Sequence
-
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.hybrid._core import (
+    GroupedKVCacheBlock,
+    gate_allocate_slots,
+    gate_cache_blocks,
+)
 from vllm.v1.core.hybrid.attention_type import get_attention_types
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.coordinators import create_coordinator
-from vllm.v1.core.hybrid.coordinators.base import BlocksByType
+from vllm.v1.core.hybrid.coordinators import RequestBlocks, create_coordinator
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
-from vllm.v1.core.hybrid.kv_cache_blocks import KVCacheBlocks, get_group_layout
+from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, KVCacheBlocks, get_group_layout
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog, wants_hits_reported
 from vllm.v1.core.hybrid.left_to_base import LeftToBase
 from vllm.v1.core.hybrid.settings import CacheSettings
@@ -23,6 +24,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
+
+#: Requests that ask to be admitted, and so must leave the watermark free.
+NEWCOMERS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class KVCacheManager(LeftToBase):
@@ -97,14 +101,14 @@ class KVCacheManager(LeftToBase):
         self.attention_types = get_attention_types(kv_cache_config)
         # Without prefix caching there is nothing to tell, as in base.
         event_log = KVCacheEventLog(self.attention_types) if enable_kv_cache_events else None
-        self.block_pool = BlockPool(kv_cache_config.num_blocks, self.attention_types, event_log)
+        self.block_pool = BlockPool(
+            kv_cache_config.num_blocks, self.attention_types, settings, event_log
+        )
         self.coordinator = create_coordinator(self.attention_types, self.block_pool, settings)
 
         self._group_layout = get_group_layout(self.attention_types)
         #: Shared by all calls that return no blocks.
-        self.empty_kv_cache_blocks = KVCacheBlocks(
-            tuple(() for _ in self.attention_types), self._group_layout
-        )
+        self.empty_kv_cache_blocks = KVCacheBlocks(self.coordinator.no_blocks, self._group_layout)
         #: Per KV cache group, its kind and sliding window, as KV cache events report them.
         self.kv_cache_event_metadata = tuple(
             (
@@ -115,8 +119,18 @@ class KVCacheManager(LeftToBase):
         )
 
         # Per request, the token count below which no call has anything to do (see
-        # `KVCacheCoordinator.next_event`). Most decode steps end here.
+        # `RequestBlocks.next_event`). Most decode steps end in the gates, which compare it.
         self._next_event: dict[str, int] = {}
+        self.allocate_slots = gate_allocate_slots(  # type: ignore[method-assign]
+            self,
+            type(self).allocate_slots,
+            type(self)._advance,
+            self._next_event,
+            self.empty_kv_cache_blocks,
+        )
+        self.cache_blocks = gate_cache_blocks(  # type: ignore[method-assign]
+            self, type(self).cache_blocks, self._next_event
+        )
 
     # Prefix cache
 
@@ -141,8 +155,7 @@ class KVCacheManager(LeftToBase):
         if hit.num_tokens and event_log is not None and wants_hits_reported(request):
             for manager, blocks in zip(self.coordinator.managers, hit.blocks, strict=True):
                 span = range(len(blocks))
-                hashes = manager.block_hashes_of(request)
-                event_log.stored(request, manager.type_id, hashes, span, span)
+                manager.report_stored(request, span, span)
         junction = hit.num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
         return self._kv_cache_blocks(hit.blocks), hit.num_tokens, junction
 
@@ -160,7 +173,7 @@ class KVCacheManager(LeftToBase):
         Raises:
             ValueError: if the count ends inside a block or beyond the lookup's hit.
         """
-        cut: list[Sequence[GroupedKVCacheBlock]] = []
+        cut = []
         for manager, type_blocks in zip(self.coordinator.managers, blocks.blocks, strict=True):
             num_blocks, rest = divmod(num_computed_tokens, manager.block_size)
             if rest or num_blocks > len(type_blocks):
@@ -168,7 +181,7 @@ class KVCacheManager(LeftToBase):
                     f"num_computed_tokens is {num_computed_tokens}; accepted are multiples of "
                     f"{manager.block_size} up to {len(type_blocks) * manager.block_size}"
                 )
-            cut.append(type_blocks[:num_blocks])
+            cut.append(type_blocks.truncated(num_blocks))
         return self._kv_cache_blocks(tuple(cut))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -176,10 +189,9 @@ class KVCacheManager(LeftToBase):
 
         The tokens must be final: never draft tokens.
         """
-        if self.enable_caching and num_computed_tokens >= self._next_event.get(
-            request.request_id, 0
-        ):
-            self.coordinator.cache_blocks(request, num_computed_tokens)
+        blocks = self.coordinator.requests.get(request.request_id)
+        if blocks is not None and num_computed_tokens >= blocks.next_cached:
+            self.coordinator.cache_blocks(request, blocks, num_computed_tokens)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while any request holds blocks."""
@@ -195,10 +207,8 @@ class KVCacheManager(LeftToBase):
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """Tokens of a request that are in the prefix cache of every attention type."""
-        return min(
-            (m.num_cached_tokens(request.request_id) for m in self.coordinator.managers),
-            default=0,
-        )
+        blocks = self.coordinator.blocks_of(request.request_id)
+        return min((table.num_cached_tokens() for table in blocks.tables), default=0)
 
     # Slots
 
@@ -242,18 +252,6 @@ class KVCacheManager(LeftToBase):
         Raises:
             ValueError: if there is nothing to do, or for what is not covered.
         """
-        request_id = request.request_id
-        num_computed = request.num_computed_tokens
-        # What most decode steps cost: one comparison.
-        if (
-            num_computed + num_new_tokens + num_lookahead_tokens
-            < self._next_event.get(request_id, 0)
-            and num_new_tokens > 0
-            and new_computed_blocks is None
-            and not (full_sequence_must_fit or reserved_blocks)
-        ):
-            return self.empty_kv_cache_blocks
-
         if num_external_computed_tokens or num_encoder_tokens:
             raise ValueError(
                 f"num_external_computed_tokens is {num_external_computed_tokens} and "
@@ -265,47 +263,91 @@ class KVCacheManager(LeftToBase):
                 "accepted are values of 1 and above"
             )
 
-        hits = (new_computed_blocks or self.empty_kv_cache_blocks).blocks
-        num_computed += num_new_computed_tokens
-        num_tokens = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        watermark = 0
-        if has_scheduled_reqs and request.status in (
-            RequestStatus.WAITING,
-            RequestStatus.PREEMPTED,
-        ):
-            watermark = self.watermark_blocks
-
         coordinator, pool = self.coordinator, self.block_pool
+        blocks = coordinator.blocks_of(request.request_id)
+        hits = coordinator.no_blocks
+        num_computed = request.num_computed_tokens + num_new_computed_tokens
+        # Free blocks that are not there to be allocated.
+        num_kept = num_evictable = 0
+        if new_computed_blocks is not None and any(map(len, new_computed_blocks.blocks)):
+            hits = new_computed_blocks.blocks
+            num_kept = num_evictable = coordinator.num_evictable_ids(hits, num_computed)
+        if self.watermark_blocks and has_scheduled_reqs and request.status in NEWCOMERS:
+            num_kept += self.watermark_blocks
+
         if full_sequence_must_fit:
+            num_tokens = min(request.num_tokens, self.max_model_len)
             num_blocks = coordinator.num_physical_blocks_needed(
-                request_id,
-                min(request.num_tokens, self.max_model_len),
-                hits,
-                num_computed,
-                recycled=True,
+                blocks, num_tokens, hits, num_computed, recycled=True
             )
-            if num_blocks + watermark > pool.get_num_free_blocks():
+            if num_blocks > pool.get_num_free_blocks() - num_kept:
                 return None
-
-        # Before the check, since it makes room. Steps in flight still read what is below
-        # their tokens.
-        coordinator.release_skipped(request_id, num_computed - request.num_in_flight_tokens)
-        num_blocks = coordinator.num_physical_blocks_needed(
-            request_id, num_tokens, hits, num_computed
-        )
-        if num_blocks + watermark > pool.get_num_free_blocks() - reserved_blocks:
-            return None
-
-        if any(hits):
-            coordinator.adopt_hits(request_id, hits, num_computed)
-        new_blocks = coordinator.allocate(request_id, num_tokens)
-        if not delay_cache_blocks:
-            # Draft tokens are beyond the request's own tokens, and not final.
-            coordinator.cache_blocks(
-                request, min(num_computed + num_new_tokens, request.num_tokens)
+        num_kept += reserved_blocks
+        if hits is not coordinator.no_blocks:
+            num_tokens = num_computed + num_new_tokens + num_lookahead_tokens
+            num_blocks = coordinator.num_physical_blocks_needed(
+                blocks, min(num_tokens, self.max_model_len), hits, num_computed
             )
-            self._next_event[request_id] = coordinator.next_event(request_id)
-        return self._kv_cache_blocks(new_blocks)
+            if num_blocks > pool.get_num_free_blocks() - num_kept:
+                return None
+            num_kept -= num_evictable
+            coordinator.adopt_hits(blocks, hits, num_computed)
+        return self._advance(
+            request,
+            num_new_tokens,
+            num_lookahead_tokens,
+            num_computed,
+            blocks,
+            num_kept,
+            delay_cache_blocks,
+        )
+
+    def _advance(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        num_computed: int | None = None,
+        blocks: RequestBlocks | None = None,
+        num_kept: int = 0,
+        delay_cache_blocks: bool = False,
+    ) -> KVCacheBlocks | None:
+        """What every step of a request does: release, allocate, cache, as far as each is due.
+
+        For a running request the gate calls it. ``num_kept`` free blocks are left alone.
+        """
+        coordinator = self.coordinator
+        if blocks is None:
+            blocks = coordinator.requests[request.request_id]
+        if num_computed is None:
+            num_computed = request.num_computed_tokens
+        # First, since it makes room. Steps in flight still read what is below their tokens.
+        num_processed = num_computed - request.num_in_flight_tokens
+        if num_processed >= blocks.next_released:
+            coordinator.release_skipped(blocks, num_processed)
+
+        num_final = num_computed + num_new_tokens
+        num_tokens = num_final + num_lookahead_tokens
+        if num_tokens > self.max_model_len:
+            num_tokens = self.max_model_len
+        new_blocks = self.empty_kv_cache_blocks
+        if num_tokens >= blocks.next_slots:
+            allocated = coordinator.allocate(request.request_id, blocks, num_tokens, num_kept)
+            if allocated is None:
+                return None
+            new_blocks = self._kv_cache_blocks(allocated)
+        elif num_kept and num_kept > self.block_pool.get_num_free_blocks():
+            return None
+        if delay_cache_blocks:
+            return new_blocks
+
+        if num_final >= blocks.next_cached:
+            # Draft tokens are beyond the request's own tokens, and not final.
+            num_final = min(num_final, request.num_tokens)
+            if num_final >= blocks.next_cached:
+                coordinator.cache_blocks(request, blocks, num_final)
+        self._next_event[request.request_id] = blocks.next_event()
+        return new_blocks
 
     def remove_skipped_blocks(
         self,
@@ -317,7 +359,9 @@ class KVCacheManager(LeftToBase):
 
         The count must leave out tokens of steps in flight.
         """
-        self.coordinator.release_skipped(request_id, processed_computed_tokens)
+        blocks = self.coordinator.requests.get(request_id)
+        if blocks is not None and processed_computed_tokens >= blocks.next_released:
+            self.coordinator.release_skipped(blocks, processed_computed_tokens)
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, so that the tail of its tokens is reused first."""
@@ -367,8 +411,9 @@ class KVCacheManager(LeftToBase):
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """Have a request's blocks from ``start_token`` on zeroed again."""
-        for manager in self.coordinator.managers:
-            manager.record_for_zeroing(request_id, start_token)
+        tables = self.coordinator.blocks_of(request_id).tables
+        for manager, table in zip(self.coordinator.managers, tables, strict=True):
+            manager.record_for_zeroing(table, start_token)
 
     # Statistics, events, the step
 
@@ -410,12 +455,12 @@ class KVCacheManager(LeftToBase):
         """
         self.coordinator.check_integrity()
         for request_id, event in self._next_event.items():
-            actual = self.coordinator.next_event(request_id)
+            actual = self.coordinator.requests[request_id].next_event()
             assert event <= actual, (
                 f"request {request_id} sleeps until {event} tokens, has work at {actual}"
             )
 
     def _kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:
-        if not any(blocks):
+        if not any(map(len, blocks)):
             return self.empty_kv_cache_blocks
         return KVCacheBlocks(blocks, self._group_layout)

@@ -3,7 +3,7 @@
 
 from typing import ClassVar
 
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
+from vllm.v1.core.hybrid._core import GroupedKVCacheBlock
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import Request
 

@@ -25,6 +25,10 @@ class CacheSettings:
     #: Whether the worker must zero newly allocated blocks before use.
     needs_zeroing: bool
 
+    def hashes_per_block(self, block_size: int) -> int:
+        """How many block hashes a block of ``block_size`` tokens spans."""
+        return max(block_size // self.hash_block_size, 1)
+
     def validate(self, attention_types: tuple[AttentionType, ...]) -> None:
         """Check the settings against the model's attention types.
 

@@ -3,7 +3,7 @@
 
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.coordinators.base import Hit, KVCacheCoordinator
+from vllm.v1.core.hybrid.coordinators.base import Hit, KVCacheCoordinator, RequestBlocks
 from vllm.v1.core.hybrid.coordinators.hybrid import HybridKVCacheCoordinator
 from vllm.v1.core.hybrid.coordinators.no_prefix_cache import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.hybrid.coordinators.unitary import UnitaryKVCacheCoordinator
@@ -14,6 +14,7 @@ __all__ = [
     "HybridKVCacheCoordinator",
     "KVCacheCoordinator",
     "KVCacheCoordinatorNoPrefixCache",
+    "RequestBlocks",
     "UnitaryKVCacheCoordinator",
     "create_coordinator",
 ]

@@ -2,25 +2,46 @@
 """What all coordinators share."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm.utils.math_utils import round_down
+from vllm.utils.math_utils import round_up
+from vllm.v1.core.hybrid._core import BlockTable, GroupedKVCacheBlock
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
-from vllm.v1.core.hybrid.managers import SingleTypeKVCacheManager, create_manager
+from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType
+from vllm.v1.core.hybrid.managers import NEVER, SingleTypeKVCacheManager, create_manager
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
-#: Per attention type, blocks in token order.
-BlocksByType = tuple[Sequence[GroupedKVCacheBlock], ...]
+
+@dataclass(slots=True)
+class RequestBlocks:
+    """A request's block tables, one per attention type, and when they next have work to do.
+
+    Each ``next_*`` is the smallest token count at which any type has such work.
+    """
+
+    tables: tuple[BlockTable, ...]
+    #: Slots are missing.
+    next_slots: int = 0
+    #: Blocks become cacheable.
+    next_cached: int = 0
+    #: Blocks leave a window; counted in processed tokens.
+    next_released: int = 0
+
+    def next_event(self) -> int:
+        """The smallest number of tokens, those of the step included, at which there is work."""
+        # A step computes a token at least, so those processed before it are fewer by one.
+        event = self.next_released + 1
+        if self.next_slots < event:
+            event = self.next_slots
+        return self.next_cached if self.next_cached < event else event
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hit:
     """A prefix-cache hit that every attention type accepts. Lengths are in tokens."""
 
@@ -61,28 +82,50 @@ class KVCacheCoordinator(ABC):
         self.scheduler_block_size = settings.scheduler_block_size
         self.hash_block_size = settings.hash_block_size
         self.retention_interval = settings.retention_interval
+        self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
+        self.requests: dict[str, RequestBlocks] = {}
+        self._releasing = tuple(m for m in self.managers if m.releases)
+        self._records_new_blocks = any(m.records_new_block_ids for m in self.managers)
 
     @abstractmethod
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Hit:
         """The longest prefix of at most ``max_tokens`` that every type can resume from."""
 
+    def blocks_of(self, request_id: str) -> RequestBlocks:
+        """A request's blocks; for an unknown one new tables, which nobody else knows."""
+        known = self.requests.get(request_id)
+        if known is not None:
+            return known
+        return RequestBlocks(self.block_pool.new_tables())
+
     def num_physical_blocks_needed(
         self,
-        request_id: str,
+        blocks: RequestBlocks,
         num_tokens: int,
         hits: BlocksByType,
         num_computed_tokens: int,
         recycled: bool = False,
     ) -> int:
-        """Physical blocks that must be free to give a request ``num_tokens`` slots.
+        """Physical blocks to allocate, after adopting ``hits``, for ``num_tokens`` slots.
 
         See `SingleTypeKVCacheManager.num_new_blocks`.
         """
-        return sum(
-            manager.num_groups
-            * manager.num_new_blocks(request_id, num_tokens, blocks, num_computed_tokens, recycled)
-            for manager, blocks in zip(self.managers, hits, strict=True)
-        )
+        if not recycled:
+            return self.block_pool.num_missing_ids(blocks.tables, num_tokens, hits)
+        num_blocks = 0
+        for manager, table, hit in zip(self.managers, blocks.tables, hits, strict=True):
+            num_blocks += manager.num_groups * manager.num_new_blocks(
+                table, num_tokens, len(hit), num_computed_tokens, recycled
+            )
+        return num_blocks
+
+    def num_evictable_ids(self, hits: BlocksByType, num_computed_tokens: int) -> int:
+        """Physical blocks that count as free until ``hits`` are adopted."""
+        num_ids = 0
+        for manager, hit in zip(self.managers, hits, strict=True):
+            num_skipped = manager.num_skipped_tokens(num_computed_tokens) // manager.block_size
+            num_ids += manager.num_groups * hit.num_evictable(num_skipped)
+        return num_ids
 
     def get_num_blocks_to_allocate(
         self,
@@ -96,66 +139,92 @@ class KVCacheCoordinator(ABC):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """`num_physical_blocks_needed` under the name and arguments of base's callers."""
-        return self.num_physical_blocks_needed(
-            request_id,
+        """Physical blocks that must be free, with the name and arguments of base's callers."""
+        return self.num_evictable_ids(
+            new_computed_blocks, total_computed_tokens
+        ) + self.num_physical_blocks_needed(
+            self.blocks_of(request_id),
             num_tokens,
             new_computed_blocks,
             total_computed_tokens,
             recycled=apply_admission_cap,
         )
 
-    def adopt_hits(self, request_id: str, hits: BlocksByType, num_computed_tokens: int) -> None:
+    def adopt_hits(
+        self, blocks: RequestBlocks, hits: BlocksByType, num_computed_tokens: int
+    ) -> None:
         """Reference the hit blocks of every type, before any type allocates: an allocation
         for one type must not evict another's hit.
         """
-        for manager, blocks in zip(self.managers, hits, strict=True):
-            manager.adopt_hits(request_id, blocks, num_computed_tokens)
+        for manager, table, hit in zip(self.managers, blocks.tables, hits, strict=True):
+            manager.adopt_hits(table, hit, num_computed_tokens)
 
-    def allocate(self, request_id: str, num_tokens: int) -> BlocksByType:
-        """Give a request ``num_tokens`` slots in every type; returns the new blocks."""
-        return tuple(manager.allocate(request_id, num_tokens) for manager in self.managers)
+    def allocate(
+        self, request_id: str, blocks: RequestBlocks, num_tokens: int, num_kept: int = 0
+    ) -> BlocksByType | None:
+        """Give a request ``num_tokens`` slots in every type; returns the new blocks.
 
-    def release_skipped(self, request_id: str, num_processed_tokens: int) -> None:
+        None, and no change, if fewer than ``num_kept`` blocks would stay free. From here on
+        the request is known: one that is refused leaves nothing behind.
+        """
+        new_blocks = self.block_pool.allocate(blocks.tables, num_tokens, num_kept)
+        if new_blocks is None:
+            return None
+        self.requests[request_id] = blocks
+        blocks.next_slots = self.block_pool.num_slots(blocks.tables) + 1
+        if self._records_new_blocks:
+            for manager, new in zip(self.managers, new_blocks, strict=True):
+                manager.record_new(new)
+        return new_blocks
+
+    def release_skipped(self, blocks: RequestBlocks, num_processed_tokens: int) -> None:
         """Release what no query after ``num_processed_tokens`` attends to."""
-        for manager in self.managers:
-            manager.release_skipped(request_id, num_processed_tokens)
+        next_released = NEVER
+        for manager in self._releasing:
+            table = blocks.tables[manager.type_id]
+            next_release = manager.release_skipped(table, num_processed_tokens)
+            if next_release < next_released:
+                next_released = next_release
+        blocks.next_released = next_released
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+    def cache_blocks(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
         """Enter the blocks of the first ``num_tokens`` tokens, all final, in the prefix cache.
 
         Hits end at multiples of the scheduler block size, so blocks after the last one
         are of no use yet.
         """
         if not self.settings.enable_caching:
+            blocks.next_cached = NEVER
             return
         # A request with the same prompt leaves one token to compute, so it resumes at or
         # before the last token; one with the same prefix where the lookup saw it end.
         boundaries = [request.num_prompt_tokens - 1]
         if request.shared_prefix_boundary:
             boundaries.append(request.shared_prefix_boundary)
-        num_tokens = round_down(num_tokens, self.settings.scheduler_block_size)
-        for manager in self.managers:
-            manager.cache_blocks(request, num_tokens, boundaries)
-
-    def next_event(self, request_id: str) -> int:
-        """The smallest token count at which any type has work for a request."""
-        return min((m.next_event(request_id) for m in self.managers), default=0)
+        alignment = self.scheduler_block_size
+        num_tokens = num_tokens // alignment * alignment
+        for manager, table in zip(self.managers, blocks.tables, strict=True):
+            manager.cache_blocks(request, table, num_tokens, boundaries)
+        blocks.next_cached = num_tokens + alignment
 
     def pop_blocks_for_free(self, request_id: str) -> list[GroupedKVCacheBlock]:
         """Forget a request; its blocks are the caller's until `BlockPool.free_blocks`."""
-        blocks = [block for manager in self.managers for block in manager.pop(request_id)]
-        self.block_pool.detach(blocks)
-        return blocks
+        known = self.requests.pop(request_id, None)
+        return self.block_pool.detach(known.tables) if known is not None else []
 
     def free(self, request_id: str) -> None:
-        """Release all blocks of a request."""
-        for manager in self.managers:
-            manager.free(request_id)
+        """Release all blocks of a request, so that the tail of its tokens is reused first."""
+        known = self.requests.pop(request_id, None)
+        if known is not None:
+            for table in known.tables:
+                table.free()
 
     def get_blocks(self, request_id: str) -> BlocksByType:
-        """A request's blocks per type; the managers' own lists, not to be changed."""
-        return tuple(manager.get_blocks(request_id) for manager in self.managers)
+        """A request's blocks per type; none for an unknown request."""
+        known = self.requests.get(request_id)
+        if known is None:
+            return self.no_blocks
+        return tuple([table.blocks() for table in known.tables])
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; False while any block is referenced."""
@@ -163,11 +232,27 @@ class KVCacheCoordinator(ABC):
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the first broken invariant of tables, index and pool."""
-        references: Counter[GroupedKVCacheBlock] = Counter()
-        for manager in self.managers:
-            manager.check_integrity()
-            for table in manager.tables.values():
-                references.update(block for block in table.blocks if not block.is_null)
-        requests = [set(manager.tables) for manager in self.managers]
-        assert all(ids == requests[0] for ids in requests), "types know different requests"
-        self.block_pool.check_integrity(references)
+        for request_id, blocks in self.requests.items():
+            for manager, table in zip(self.managers, blocks.tables, strict=True):
+                manager.check_integrity(request_id, table)
+            self._check_sleep(request_id, blocks)
+        self.block_pool.check_integrity(
+            table for blocks in self.requests.values() for table in blocks.tables
+        )
+
+    def _check_sleep(self, request_id: str, blocks: RequestBlocks) -> None:
+        """No request sleeps past the next thing that there is to do for it."""
+        where = f"request {request_id} sleeps until"
+        next_slots = self.block_pool.num_slots(blocks.tables) + 1
+        assert blocks.next_slots <= next_slots, f"{where} {blocks.next_slots} without slots"
+        for manager, table in zip(self.managers, blocks.tables, strict=True):
+            next_full = round_up(
+                (table.num_cached + 1) * manager.block_size, self.scheduler_block_size
+            )
+            assert not self.settings.enable_caching or blocks.next_cached <= next_full, (
+                f"{where} {blocks.next_cached}, but can cache at {next_full} tokens"
+            )
+            next_release = manager.next_release(table.num_released)
+            assert blocks.next_released <= next_release, (
+                f"{where} {blocks.next_released}, but can release at {next_release}"
+            )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators.base import Hit, KVCacheCoordinator
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash
 
@@ -38,7 +37,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         Every type answers with its longest hit within the length, so the first length
         that all accept is the longest there is.
         """
-        hits: list[list[GroupedKVCacheBlock]] = [[] for _ in self.managers]
+        hits = list(self.no_blocks)
         accepted: dict[int, int] = {}
         length, longest = max_tokens, 0
         while True:
@@ -57,5 +56,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             if converged:
                 break
         for manager in self.managers:
-            del hits[manager.type_id][length // manager.block_size :]
+            num_blocks = length // manager.block_size
+            if num_blocks < len(hits[manager.type_id]):
+                hits[manager.type_id] = hits[manager.type_id].truncated(num_blocks)
         return Hit(tuple(hits), length, longest - length)

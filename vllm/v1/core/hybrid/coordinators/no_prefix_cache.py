@@ -11,4 +11,4 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Any number of attention types, zero included; no block is ever cached."""
 
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Hit:
-        return Hit(tuple(() for _ in self.managers), 0)
+        return Hit(self.no_blocks, 0)

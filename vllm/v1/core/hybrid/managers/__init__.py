@@ -3,14 +3,14 @@
 
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.managers.base import BlockTable, SingleTypeKVCacheManager
+from vllm.v1.core.hybrid.managers.base import NEVER, SingleTypeKVCacheManager
 from vllm.v1.core.hybrid.managers.full_attention import FullAttentionManager
 from vllm.v1.core.hybrid.managers.sliding_window import SlidingWindowManager
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 __all__ = [
-    "BlockTable",
+    "NEVER",
     "FullAttentionManager",
     "SingleTypeKVCacheManager",
     "SlidingWindowManager",

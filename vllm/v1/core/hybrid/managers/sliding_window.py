@@ -2,12 +2,13 @@
 """Sliding-window attention: a query attends to itself and the window before it."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from vllm.utils.math_utils import cdiv, round_down
+from vllm.v1.core.hybrid._core import BlockList
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.grouped_block import GroupedKVCacheBlock
-from vllm.v1.core.hybrid.managers.base import BlockTable, SingleTypeKVCacheManager
+from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
@@ -15,6 +16,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """Keeps the blocks that the next query's window touches, and releases those before."""
+
+    releases: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -37,63 +40,54 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.num_tokens_before)
+        num_skipped = num_computed_tokens - self.num_tokens_before
+        return num_skipped if num_skipped > 0 else 0
 
-    def next_release(self, table: BlockTable) -> int:
-        return (table.num_released + 1) * self.block_size + self.num_tokens_before
+    def next_release(self, num_released: int) -> int:
+        return (num_released + 1) * self.block_size + self.num_tokens_before
 
     def find_longest_hit(
         self, block_hashes: Sequence[BlockHash], max_tokens: int
-    ) -> tuple[list[GroupedKVCacheBlock], int]:
+    ) -> tuple[BlockList, int]:
         """The last blocks before the boundary must be cached, as many as the window touches.
 
         |  null  ...  null  |  cached  ...  cached  |  boundary
-
-        Boundaries are tried from the right. A miss rules out every boundary whose
-        window holds that block, so each block is looked up at most once.
         """
-        scale = self.block_size // self.settings.hash_block_size
-        get = self.prefix_index.get
-        # As in base, a window of one token also asks for one cached block.
-        num_needed = max(self.num_blocks_before, 1)
-        end = min(max_tokens // self.block_size, len(block_hashes) // scale)
-        end = self._align(end)
-        while end > 0:
-            first = max(end - num_needed, 0)
-            found: list[GroupedKVCacheBlock] = []
-            for i in range(end - 1, first - 1, -1):
-                block = get(block_hashes[(i + 1) * scale - 1])
-                if block is None:
-                    end = self._align(i)
-                    break
-                found.append(block)
-            else:
-                hits = [self.null_block] * first
-                hits.extend(reversed(found))
-                return hits, end * self.block_size
-        return [], 0
+        hits = self.block_pool.find_last_run(
+            self.type_id,
+            block_hashes,
+            max_tokens // self.block_size,
+            # As in base, a window of one token also asks for one cached block.
+            length=max(self.num_blocks_before, 1),
+            alignment=self.settings.scheduler_block_size // self.block_size,
+        )
+        return hits, len(hits) * self.block_size
 
-    def _align(self, num_blocks: int) -> int:
-        alignment = self.settings.scheduler_block_size // self.block_size
-        return round_down(num_blocks, alignment)
-
-    def cacheable_blocks(self, span: range, boundaries: Sequence[int]) -> Sequence[int]:
+    def cacheable_blocks(
+        self, begin: int, end: int, boundaries: Sequence[int]
+    ) -> Sequence[tuple[int, int]]:
         """The blocks just before the positions that a hit can end at.
 
         Dense retention keeps all such positions; a positive interval its multiples and
         the ``boundaries``; 0 the ``boundaries`` only.
         """
         alignment, interval = self.settings.scheduler_block_size, self.settings.retention_interval
-        indices: set[int] = set()
+        ends: set[int] = set()
+        if interval == 0 and begin >= max(boundaries) // self.block_size:
+            return ()  # as for all output tokens
         if interval != 0:
-            blocks_per_interval = (alignment if interval is None else interval) // self.block_size
-            num_left_out = blocks_per_interval - self.num_blocks_before
-            if num_left_out <= 0:
-                return span
-            indices.update(i for i in span if i % blocks_per_interval >= num_left_out)
+            step = (alignment if interval is None else interval) // self.block_size
+            if step <= self.num_blocks_before:
+                return ((begin, end),)
+            ends.update(range((begin // step + 1) * step, end + self.num_blocks_before, step))
         if interval is not None:
-            for boundary in boundaries:
-                end = round_down(boundary, alignment) // self.block_size
-                first = max(span.start, end - self.num_blocks_before)
-                indices.update(range(first, min(span.stop, end)))
-        return sorted(indices)
+            ends.update(round_down(b, alignment) // self.block_size for b in boundaries)
+        runs: list[tuple[int, int]] = []
+        for run_end in sorted(ends):
+            # Runs before ends that are close to each other overlap; no block is named twice.
+            run_begin = max(begin, run_end - self.num_blocks_before)
+            run_end = min(end, run_end)
+            if run_begin < run_end:
+                runs.append((run_begin, run_end))
+                begin = run_end
+        return runs

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace hybrid_kv {
+
+// A block's place in the pool's list of blocks. 0 is the null block, which stands in a block table
+// where nothing is held.
+using BlockIndex = std::int32_t;
+constexpr BlockIndex kNullBlock = 0;
+
+// A block hash: the raw digest, of any length up to 32 bytes.
+struct Digest {
+  static constexpr std::size_t kMaxSize = 32;
+
+  std::array<std::uint8_t, kMaxSize> bytes{};  // zeros after the digest
+  std::uint8_t size = 0;                       // 0: no hash
+
+  Digest() = default;
+  // Needs 0 < length <= kMaxSize.
+  Digest(const char* data, std::size_t length) : size(static_cast<std::uint8_t>(length)) {
+    if (length == kMaxSize) {
+      std::memcpy(bytes.data(), data, kMaxSize);  // of known length: no call
+    } else {
+      std::memcpy(bytes.data(), data, length);
+    }
+  }
+
+  bool operator==(const Digest& other) const {
+    return size == other.size && std::memcmp(bytes.data(), other.bytes.data(), kMaxSize) == 0;
+  }
+
+  // Digests are random already; the product spreads short ones, too.
+  std::uint32_t hash() const {
+    std::uint64_t word;
+    std::memcpy(&word, bytes.data(), sizeof word);
+    return static_cast<std::uint32_t>(((word + size) * 0x9E3779B97F4A7C15u) >> 32);
+  }
+};
+
+// One grouped block: the physical blocks of all groups of an attention type for the same tokens.
+struct Block {
+  Digest digest;              // set while the block is in its type's prefix index
+  std::uint8_t type_id = 0;
+  bool is_live = false;       // owns physical ids
+  std::uint32_t ref_cnt = 0;  // block tables, and detached references, that hold the block
+  std::uint32_t generation = 0;  // counts the uses of this place, so that a stale handle is noticed
+  std::uint32_t num_tokens = 0;  // length of the prefix that `digest` stands for
+  std::uint32_t num_detached = 0;     // those of the references that callers hold, not tables
+  BlockIndex previous = 0, next = 0;  // neighbours in the eviction order
+  // A ring of the cached blocks with the same digest, in the order in which they were entered.
+  BlockIndex previous_same = 0, next_same = 0;
+  std::size_t ids = 0;                // where its physical ids begin in the pool's list of ids
+
+  bool is_cached() const { return digest.size != 0; }
+};
+
+// A block as it was when somebody looked: it may have been evicted since.
+struct BlockHandle {
+  BlockIndex index = kNullBlock;
+  std::uint32_t generation = 0;
+};
+
+// The cached blocks that nobody references, the next to be evicted first: a list through the blocks.
+class EvictionOrder {
+ public:
+  bool is_empty() const { return first_ == 0; }
+  BlockIndex first() const { return first_; }
+  BlockIndex last() const { return last_; }
+
+  void append(std::vector<Block>& blocks, BlockIndex index) {
+    Block& block = blocks[static_cast<std::size_t>(index)];
+    block.previous = last_;
+    block.next = 0;
+    (last_ ? blocks[static_cast<std::size_t>(last_)].next : first_) = index;
+    last_ = index;
+  }
+
+  void remove(std::vector<Block>& blocks, BlockIndex index) {
+    Block& block = blocks[static_cast<std::size_t>(index)];
+    (block.previous ? blocks[static_cast<std::size_t>(block.previous)].next : first_) = block.next;
+    (block.next ? blocks[static_cast<std::size_t>(block.next)].previous : last_) = block.previous;
+    block.previous = block.next = 0;
+  }
+
+ private:
+  BlockIndex first_ = 0, last_ = 0;
+};
+
+}  // namespace hybrid_kv

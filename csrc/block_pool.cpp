@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "block_pool.h"
+
+#include <limits>
+#include <stdexcept>
+#include <unordered_set>
+
+namespace hybrid_kv {
+namespace {
+
+std::int64_t checked_positive(const char* name, std::int64_t value) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
+  if (value < 1 || value > kMax) {
+    throw std::invalid_argument(std::string(name) + " must be from 1 to " + std::to_string(kMax) +
+                                ", not " + std::to_string(value));
+  }
+  return value;
+}
+
+}  // namespace
+
+BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool records_evictions)
+    : types_(std::move(types)),
+      blank_(num_blocks),
+      records_evictions_(records_evictions),
+      unused_(types_.size()) {
+  constexpr std::size_t kMaxTypes = std::numeric_limits<std::uint8_t>::max();
+  if (types_.size() > kMaxTypes) {
+    throw std::invalid_argument("there must be at most " + std::to_string(kMaxTypes) +
+                                " attention types, not " + std::to_string(types_.size()));
+  }
+  std::size_t max_blocks = 1, max_ids = 0;
+  std::vector<std::size_t> max_of_type;
+  for (const TypeShape& type : types_) {
+    checked_positive("num_groups", type.num_groups);
+    checked_positive("block_size", type.block_size);
+    checked_positive("hashes_per_block", type.hashes_per_block);
+    const std::size_t max = blank_.size() / static_cast<std::size_t>(type.num_groups);
+    max_of_type.push_back(max);
+    max_blocks += max;
+    max_ids += max * static_cast<std::size_t>(type.num_groups);
+  }
+  if (max_blocks > static_cast<std::size_t>(std::numeric_limits<BlockIndex>::max())) {
+    throw std::invalid_argument("num_blocks is " + std::to_string(num_blocks) +
+                                ", which is too many for " + std::to_string(types_.size()) +
+                                " attention types");
+  }
+  blocks_.reserve(max_blocks);
+  ids_.reserve(max_ids);
+  blocks_.emplace_back();  // the null block
+  for (const std::size_t max : max_of_type) {
+    indexes_.push_back(std::make_unique<PrefixIndex>(blocks_, max));
+  }
+}
+
+const TypeShape& BlockPool::shape(std::int64_t type_id) const {
+  if (type_id < 0 || static_cast<std::size_t>(type_id) >= types_.size()) {
+    throw std::invalid_argument("type_id is " + std::to_string(type_id) + "; the pool has " +
+                                std::to_string(types_.size()) + " attention types");
+  }
+  return types_[static_cast<std::size_t>(type_id)];
+}
+
+const Block& BlockPool::checked(BlockHandle handle) const {
+  const Block& found = block(handle.index);
+  if (found.generation != handle.generation) {
+    throw std::invalid_argument("a block that was looked up has been given to others since");
+  }
+  return found;
+}
+
+void BlockPool::make_room(std::size_t type_id, std::int64_t num_blocks) {
+  if (num_blocks < 0) {
+    throw std::invalid_argument("cannot allocate " + std::to_string(num_blocks) +
+                                " KV cache blocks: the count is negative");
+  }
+  const std::size_t groups = num_groups(type_id), wanted = static_cast<std::size_t>(num_blocks);
+  if (wanted > num_free() / groups) {
+    throw std::invalid_argument("cannot allocate " + std::to_string(wanted) + " x " +
+                                std::to_string(groups) + " KV cache blocks: " +
+                                std::to_string(num_free()) + " of " +
+                                std::to_string(blank_.num_blocks()) + " are free");
+  }
+  while (blank_.size() < wanted * groups) {
+    const BlockIndex oldest = evictable_.first();
+    unmake_evictable(oldest);
+    uncache(oldest);
+    dissolve(oldest);
+  }
+}
+
+BlockIndex BlockPool::allocate(std::size_t type_id) {
+  BlockIndex index;
+  if (unused_[type_id].empty()) {
+    index = static_cast<BlockIndex>(blocks_.size());
+    blocks_.emplace_back();
+    at(index).type_id = static_cast<std::uint8_t>(type_id);
+    at(index).ids = ids_.size();
+    ids_.resize(ids_.size() + num_groups(type_id));
+  } else {
+    index = unused_[type_id].back();
+    unused_[type_id].pop_back();
+  }
+  Block& block = at(index);
+  block.is_live = true;
+  block.ref_cnt = 1;
+  blank_.take(num_groups(type_id), ids_.data() + block.ids);
+  return index;
+}
+
+void BlockPool::touch(BlockIndex index) {
+  if (index == kNullBlock) return;
+  Block& block = at(index);
+  if (block.ref_cnt == 0) unmake_evictable(index);
+  ++block.ref_cnt;
+}
+
+void BlockPool::release(const std::vector<BlockIndex>& indices) {
+  std::vector<BlockIndex> unneeded;
+  for (const BlockIndex index : indices) {
+    if (index == kNullBlock) continue;
+    Block& block = at(index);
+    if (block.ref_cnt == 0) {
+      throw std::logic_error("a block is released more often than it was referenced");
+    }
+    if (--block.ref_cnt > 0) continue;
+    if (block.is_cached()) {
+      make_evictable(index);
+    } else {
+      unneeded.push_back(index);
+    }
+  }
+  // Backwards, because the ids that are given back last are taken first.
+  for (auto index = unneeded.rbegin(); index != unneeded.rend(); ++index) dissolve(*index);
+}
+
+void BlockPool::detach(BlockIndex index) {
+  if (index != kNullBlock) ++at(index).num_detached;
+}
+
+void BlockPool::release_detached(BlockHandle handle) {
+  if (handle.index == kNullBlock) return;
+  if (checked(handle).num_detached == 0) {
+    throw std::invalid_argument("a block that was not handed out is given back");
+  }
+  --at(handle.index).num_detached;
+  release({handle.index});
+}
+
+void BlockPool::cache(BlockIndex index, const Digest& digest, std::uint32_t num_tokens) {
+  if (!can_cache(index)) throw std::logic_error("a block is cached that is not referenced, or twice");
+  Block& block = at(index);
+  block.digest = digest;
+  block.num_tokens = num_tokens;
+  indexes_[block.type_id]->insert(index);
+}
+
+void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
+  for (const std::int64_t id : physical_ids) {
+    if (id < 0 || id >= blank_.num_blocks()) {
+      throw std::invalid_argument("block_ids holds " + std::to_string(id) + "; the pool has ids 0 to " +
+                                  std::to_string(blank_.num_blocks() - 1));
+    }
+  }
+  // All blocks, because no map from ids to blocks is kept: this serves rare failed transfers.
+  const std::unordered_set<std::int64_t> wanted(physical_ids.begin(), physical_ids.end());
+  for (const BlockIndex index : live_blocks()) {
+    const Block& block = at(index);
+    const std::int32_t* first = ids(block);
+    bool is_wanted = false;
+    for (std::size_t i = 0; i < num_groups(block.type_id); ++i) {
+      is_wanted = is_wanted || wanted.count(first[i]) > 0;
+    }
+    if (!block.is_cached() || !is_wanted) continue;
+    if (block.ref_cnt == 0) unmake_evictable(index);
+    uncache(index);
+    if (block.ref_cnt == 0) dissolve(index);
+  }
+}
+
+void BlockPool::clear_cache() {
+  for (const BlockIndex index : live_blocks()) {
+    if (!at(index).is_cached()) continue;
+    indexes_[at(index).type_id]->remove(index);
+    at(index).digest = Digest{};
+  }
+  while (!evictable_.is_empty()) {
+    const BlockIndex index = evictable_.last();
+    unmake_evictable(index);
+    dissolve(index);
+  }
+}
+
+void BlockPool::uncache(BlockIndex index) {
+  Block& block = at(index);
+  if (records_evictions_) evictions_.emplace_back(block.type_id, block.digest);
+  indexes_[block.type_id]->remove(index);
+  block.digest = Digest{};
+  num_evicted_ids_ += types_[block.type_id].num_groups;
+}
+
+void BlockPool::make_evictable(BlockIndex index) {
+  evictable_.append(blocks_, index);
+  num_evictable_ids_ += num_groups(at(index).type_id);
+}
+
+void BlockPool::unmake_evictable(BlockIndex index) {
+  evictable_.remove(blocks_, index);
+  num_evictable_ids_ -= num_groups(at(index).type_id);
+}
+
+void BlockPool::dissolve(BlockIndex index) {
+  Block& block = at(index);
+  blank_.give_back(ids(block), num_groups(block.type_id));
+  block.is_live = false;
+  block.num_tokens = 0;
+  ++block.generation;
+  unused_[block.type_id].push_back(index);
+}
+
+std::vector<BlockIndex> BlockPool::live_blocks() const {
+  std::vector<BlockIndex> found;
+  for (std::size_t i = 1; i < blocks_.size(); ++i) {
+    if (blocks_[i].is_live) found.push_back(static_cast<BlockIndex>(i));
+  }
+  return found;
+}
+
+std::vector<BlockIndex> BlockPool::evictable_blocks() const {
+  std::vector<BlockIndex> found;
+  for (BlockIndex index = evictable_.first(); index != 0; index = block(index).next) {
+    found.push_back(index);
+  }
+  return found;
+}
+
+}  // namespace hybrid_kv

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "block.h"
+
+namespace hybrid_kv {
+
+// The cached blocks of one attention type by block hash.
+//
+// Several blocks may carry the same hash: requests that compute the same prefix at the same time
+// each keep their own block, because a block id that a request has been given never changes. The
+// oldest one answers lookups; the others take over in order when it is evicted.
+//
+// A hash table with linear probing, at most half full, sized once for the whole pool: it never has
+// to be rebuilt, and memory that was never touched costs nothing.
+class PrefixIndex {
+ public:
+  // `blocks` outlives the index and holds the digests. Never more than `max_blocks` are entered.
+  PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks);
+
+  // The oldest block with the digest; kNullBlock if there is none.
+  BlockIndex find(const Digest& digest) const;
+
+  // Starts to load what find() will read first.
+  void prefetch(const Digest& digest) const {
+    __builtin_prefetch(&slots_[digest.hash() & mask_]);
+  }
+
+  void insert(BlockIndex index);
+  // `index` must be entered.
+  void remove(BlockIndex index);
+
+  // Every block that is entered, for checks.
+  std::vector<BlockIndex> all() const;
+
+ private:
+  struct Slot {
+    std::uint32_t hash;
+    BlockIndex block;  // kNullBlock: empty
+  };
+  struct Free {
+    void operator()(Slot* slots) const { std::free(slots); }
+  };
+
+  Block& at(BlockIndex index) const { return blocks_[static_cast<std::size_t>(index)]; }
+  const Digest& digest(BlockIndex index) const { return at(index).digest; }
+  std::size_t next(std::size_t slot) const { return (slot + 1) & mask_; }
+  // The slot of the digest's oldest block, or the empty one where it would go.
+  std::size_t locate(const Digest& digest) const;
+  void erase(std::size_t slot);
+
+  std::vector<Block>& blocks_;
+  std::size_t mask_;
+  std::unique_ptr<Slot[], Free> slots_;
+};
+
+}  // namespace hybrid_kv

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "python_blocks.h"
+
+namespace nb = nanobind;
+
+namespace hybrid_kv {
+namespace {
+
+// What Python holds: tables, lists and views keep the pool alive.
+struct PyPool {
+  std::shared_ptr<BlockPool> pool;
+};
+
+nb::object to_views(const std::shared_ptr<BlockPool>& pool, const std::vector<BlockIndex>& indices) {
+  nb::list views;
+  for (const BlockIndex index : indices) {
+    views.append(BlockView{pool, pool->block(index).type_id, pool->handle(index)});
+  }
+  return views;
+}
+
+std::size_t to_type(const BlockPool& pool, nb::handle type_id) {
+  const std::int64_t number = to_int64(type_id);
+  pool.shape(number);
+  return static_cast<std::size_t>(number);
+}
+
+void init_pool(PyPool* self, nb::handle num_blocks, nb::handle types, bool records_evictions) {
+  std::vector<TypeShape> shapes;
+  for (nb::handle type : nb::iter(types)) {
+    const std::vector<std::int64_t> shape = to_ids(type);
+    if (shape.size() != 3) {
+      throw std::invalid_argument(
+          "an attention type is described by num_groups, block_size and hashes_per_block");
+    }
+    shapes.push_back({shape[0], shape[1], shape[2]});
+  }
+  new (self) PyPool{
+      std::make_shared<BlockPool>(to_int64(num_blocks), std::move(shapes), records_evictions)};
+}
+
+// The tables of one request in a tuple, in the order of their types. Python holds them meanwhile.
+std::vector<BlockTable*> to_tables(const PyPool& pool, nb::handle tables) {
+  if (!PyTuple_Check(tables.ptr())) throw nb::type_error("block tables must be a tuple");
+  std::vector<BlockTable*> found;
+  for (nb::handle item : nb::borrow<nb::tuple>(tables)) {
+    BlockTable* table = nullptr;
+    if (!nb::try_cast(item, table, false) || table == nullptr) {
+      throw nb::type_error("block tables must be a tuple of BlockTable");
+    }
+    if (table->pool() != pool.pool) throw std::invalid_argument("a block table is of another pool");
+    if (!found.empty() && table->type_id() <= found.back()->type_id()) {
+      throw std::invalid_argument("block tables must be in the order of their types, each once");
+    }
+    found.push_back(table);
+  }
+  return found;
+}
+
+// No sequence is longer; within it no number of physical ids overflows.
+std::int64_t to_num_tokens(nb::handle value) {
+  constexpr std::size_t kMax = std::numeric_limits<std::uint32_t>::max();
+  const std::size_t number = to_count("num_tokens", value, 0);
+  if (number > kMax) {
+    throw std::invalid_argument("num_tokens is " + std::to_string(number) + "; accepted are values up to " +
+                                std::to_string(kMax));
+  }
+  return static_cast<std::int64_t>(number);
+}
+
+std::int64_t num_groups(const PyPool& pool, const BlockTable& table) {
+  return static_cast<std::int64_t>(pool.pool->num_groups(table.type_id()));
+}
+
+// Tokens for which every type has slots; -1 for a model without any type.
+std::int64_t num_slots(const PyPool& self, nb::handle tables) {
+  std::int64_t least = -1;
+  for (const BlockTable* table : to_tables(self, tables)) {
+    const std::int64_t slots = table->num_slots();
+    least = least < 0 ? slots : std::min(least, slots);
+  }
+  return least;
+}
+
+// Types in turn, but all or nothing: what one takes must not be missing for the next.
+nb::object allocate(const PyPool& self, nb::handle tables, nb::handle num_tokens,
+                    nb::handle num_kept) {
+  const std::int64_t tokens = to_num_tokens(num_tokens);
+  const std::int64_t kept = static_cast<std::int64_t>(to_count("num_kept", num_kept, 0));
+  const std::vector<BlockTable*> found = to_tables(self, tables);
+  std::int64_t missing = 0;
+  for (const BlockTable* table : found) {
+    missing += table->num_missing(tokens) * num_groups(self, *table);
+  }
+  const std::int64_t num_free = static_cast<std::int64_t>(self.pool->num_free());
+  if (kept > num_free || missing > num_free - kept) return nb::none();
+  nb::object lists = checked(PyTuple_New(static_cast<Py_ssize_t>(found.size())));
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const std::int64_t size = static_cast<std::int64_t>(found[i]->size());
+    found[i]->allocate(found[i]->num_missing(tokens));
+    BlockList added{self.pool, found[i]->type_id(),
+                    found[i]->handles(size, static_cast<std::int64_t>(found[i]->size()))};
+    PyTuple_SET_ITEM(lists.ptr(), static_cast<Py_ssize_t>(i),
+                     nb::cast(std::move(added)).release().ptr());
+  }
+  return lists;
+}
+
+}  // namespace
+
+void bind_block_pool(nb::module_& m) {
+  nb::class_<PyPool>(m, "BlockPool", "The physical KV cache blocks, and the grouped blocks made of them.")
+      .def("__init__", &init_pool, nb::arg("num_blocks"), nb::arg("types"),
+           nb::arg("records_evictions") = false)
+      .def("new_table",
+           [](const PyPool& self, nb::handle type_id) {
+             return BlockTable(self.pool, to_int64(type_id));
+           },
+           nb::arg("type_id"), "An empty block table for a request.")
+      .def("new_tables",
+           [](const PyPool& self) {
+             const std::size_t num_types = self.pool->num_types();
+             nb::object tables = checked(PyTuple_New(static_cast<Py_ssize_t>(num_types)));
+             for (std::size_t i = 0; i < num_types; ++i) {
+               BlockTable table(self.pool, static_cast<std::int64_t>(i));
+               PyTuple_SET_ITEM(tables.ptr(), static_cast<Py_ssize_t>(i),
+                                nb::cast(std::move(table)).release().ptr());
+             }
+             return tables;
+           },
+           "Empty block tables for a request, one per attention type.")
+      .def("new_list",
+           [](const PyPool& self, nb::handle type_id) {
+             return BlockList{self.pool, to_type(*self.pool, type_id), {}};
+           },
+           nb::arg("type_id"), "No blocks.")
+      .def("find_prefix",
+           [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks) {
+             const std::size_t type = to_type(*self.pool, type_id);
+             const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
+             const std::size_t n = std::min(to_count("max_blocks", max_blocks, 0), hashes.num_blocks());
+             return BlockList{self.pool, type, self.pool->find_prefix(type, n, hashes)};
+           },
+           nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"),
+           "The blocks of the longest prefix, of at most `max_blocks`, that are all cached.")
+      .def("find_last_run",
+           [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
+              nb::handle length, nb::handle alignment) {
+             const std::size_t type = to_type(*self.pool, type_id);
+             const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
+             const std::size_t n = std::min(to_count("max_blocks", max_blocks, 0), hashes.num_blocks());
+             return BlockList{self.pool, type,
+                              self.pool->find_last_run(type, n, to_count("length", length, 1),
+                                                       to_count("alignment", alignment, 1), hashes)};
+           },
+           nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"), nb::arg("length"),
+           nb::arg("alignment"),
+           "The longest prefix, of at most `max_blocks` and a multiple of `alignment`, whose last\n"
+           "`length` blocks are cached; null blocks stand for those before.")
+      .def("num_missing_ids",
+           [](const PyPool& self, nb::handle tables, nb::handle num_tokens, nb::tuple hits) {
+             const std::int64_t tokens = to_num_tokens(num_tokens);
+             const std::vector<BlockTable*> found = to_tables(self, tables);
+             if (hits.size() != found.size()) {
+               throw std::invalid_argument("there must be one list of hits per block table");
+             }
+             std::int64_t num_ids = 0;
+             for (std::size_t i = 0; i < found.size(); ++i) {
+               const BlockList& hit = nb::cast<const BlockList&>(hits[i], false);
+               if (hit.type_id != found[i]->type_id()) {
+                 throw std::invalid_argument("the hits and block tables are of different types");
+               }
+               num_ids += found[i]->num_missing(tokens, hit.blocks.size()) * num_groups(self, *found[i]);
+             }
+             return num_ids;
+           },
+           nb::arg("tables"), nb::arg("num_tokens"), nb::arg("hits"),
+           "Physical ids that a request's tables still need for `num_tokens` slots in every type.")
+      .def("num_slots", &num_slots, nb::arg("tables"),
+           "Tokens for which a request has slots in every type; -1 for a model without types.")
+      .def("allocate", &allocate, nb::arg("tables"), nb::arg("num_tokens"), nb::arg("num_kept") = 0,
+           "Append the blocks that are missing; returns the new ones, a list per table. None, and no\n"
+           "change, if fewer than `num_kept` physical ids would stay free.")
+      .def("get_num_free_blocks", [](const PyPool& self) { return self.pool->num_free(); },
+           "Number of physical ids that can be allocated: blank and evictable ones.")
+      .def_prop_ro("num_evictable_ids", [](const PyPool& self) { return self.pool->num_evictable_ids(); })
+      .def_prop_ro("num_evicted_ids", [](const PyPool& self) { return self.pool->num_evicted_ids(); },
+                   "Physical ids evicted from the prefix cache since start-up.")
+      .def("release_detached",
+           [](const PyPool& self, const BlockView& block) {
+             if (block.pool != self.pool) throw std::invalid_argument("the block is of another pool");
+             self.pool->release_detached(block.handle);
+           },
+           nb::arg("block"), "Drop one reference, which `BlockTable.detach` handed out.")
+      .def("evict", [](const PyPool& self, nb::handle ids) { self.pool->evict(to_ids(ids)); },
+           nb::arg("block_ids"), "Take the blocks that hold one of the ids out of the prefix cache.")
+      .def("clear_cache", [](const PyPool& self) { self.pool->clear_cache(); },
+           "Empty the prefix cache.")
+      .def("take_evictions",
+           [](const PyPool& self) {
+             nb::list evictions;
+             for (const auto& [type_id, digest] : self.pool->take_evictions()) {
+               evictions.append(nb::make_tuple(type_id, to_bytes(digest)));
+             }
+             return evictions;
+           },
+           "Types and hashes of the blocks evicted since the last call, if they are recorded.")
+      .def("find",
+           [](const PyPool& self, nb::handle type_id, nb::handle block_hash) -> nb::object {
+             const std::size_t type = to_type(*self.pool, type_id);
+             const BlockIndex index = self.pool->index(type).find(to_digest(block_hash.ptr()));
+             if (index == kNullBlock) return nb::none();
+             return nb::cast(BlockView{self.pool, type, self.pool->handle(index)});
+           },
+           nb::arg("type_id"), nb::arg("block_hash"), "The cached block with a hash, or None.")
+      .def("cached_blocks",
+           [](const PyPool& self, nb::handle type_id) {
+             return to_views(self.pool, self.pool->index(to_type(*self.pool, type_id)).all());
+           },
+           nb::arg("type_id"), "All blocks in a type's prefix index, for checks.")
+      .def("live_blocks", [](const PyPool& self) { return to_views(self.pool, self.pool->live_blocks()); },
+           "All blocks that own physical ids, for checks.")
+      .def("evictable_blocks",
+           [](const PyPool& self) { return to_views(self.pool, self.pool->evictable_blocks()); },
+           "The evictable blocks, the next to be evicted first, for checks.")
+      .def("blank_ids",
+           [](const PyPool& self) {
+             nb::list ids;
+             for (std::size_t i = 0; i < self.pool->blank().size(); ++i) {
+               ids.append(self.pool->blank().peek(i));
+             }
+             return ids;
+           },
+           "The ids that hold nothing reusable, the next to be taken first, for checks.");
+}
+
+}  // namespace hybrid_kv
