@@ -10,36 +10,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: in ``file`` of the package, ``old`` becomes ``new``."""
+    """A fault: in ``file``, of the package or of ``csrc/``, ``old`` becomes ``new``."""
 
     fault: str
     file: str
     old: str
     new: str
 
+    @property
+    def is_native(self) -> bool:
+        return self.file.startswith("csrc/")
+
 
 MANAGER = "kv_cache_manager.py"
 POOL = "block_pool.py"
-INDEX = "prefix_index.py"
 BASE = "managers/base.py"
 FULL = "managers/full_attention.py"
 WINDOW = "managers/sliding_window.py"
 COORDINATOR = "coordinators/base.py"
 HYBRID = "coordinators/hybrid.py"
 BLOCKS = "kv_cache_blocks.py"
+NATIVE_POOL = "csrc/block_pool.cpp"
+NATIVE_SEARCH = "csrc/block_pool.h"
+NATIVE_TABLE = "csrc/block_table.cpp"
+NATIVE_CACHE = "csrc/block_table.h"
+NATIVE_INDEX = "csrc/prefix_index.cpp"
+NATIVE_GATE = "csrc/step_gate.cpp"
 
 MUTANTS = (
     Mutant(
         "free a block while steps in flight still read it",
         MANAGER,
-        "num_computed - request.num_in_flight_tokens)",
-        "num_computed)",
+        "num_processed = num_computed - request.num_in_flight_tokens",
+        "num_processed = num_computed",
     ),
     Mutant(
         "free a block one token early",
         WINDOW,
-        "return max(0, num_computed_tokens - self.num_tokens_before)",
-        "return max(0, num_computed_tokens - self.num_tokens_before + 1)",
+        "num_skipped = num_computed_tokens - self.num_tokens_before",
+        "num_skipped = num_computed_tokens - self.num_tokens_before + 1",
     ),
     Mutant(
         "off by one in the window",
@@ -55,15 +64,15 @@ MUTANTS = (
     ),
     Mutant(
         "a hit of a window is not checked to its beginning",
-        WINDOW,
-        "for i in range(end - 1, first - 1, -1):",
-        "for i in range(end - 1, first, -1):",
+        NATIVE_SEARCH,
+        "const std::size_t first = end > length ? end - length : 0;",
+        "const std::size_t first = end > length ? end - length + 1 : 0;",
     ),
     Mutant(
         "hits end inside another type's block",
         WINDOW,
-        "return round_down(num_blocks, alignment)",
-        "return num_blocks",
+        "alignment=self.settings.scheduler_block_size // self.block_size,",
+        "alignment=1,",
     ),
     Mutant(
         "junctions of shared prefixes are not kept",
@@ -73,9 +82,9 @@ MUTANTS = (
     ),
     Mutant(
         "full attention skips over a missing block",
-        FULL,
-        "                break\n",
-        "                continue\n",
+        NATIVE_SEARCH,
+        "      if (index == kNullBlock) break;\n      found",
+        "      if (index == kNullBlock) continue;\n      found",
     ),
     Mutant(
         "full attention hits end at any block",
@@ -97,66 +106,78 @@ MUTANTS = (
     ),
     Mutant(
         "forget the null padding of an adopted hit",
-        BASE,
-        "table.blocks = [self.null_block] * num_skipped",
-        "table.blocks = []",
+        NATIVE_TABLE,
+        "  blocks_.assign(skipped, kNullBlock);\n",
+        "",
     ),
     Mutant(
         "released blocks stay in the block table",
-        BASE,
-        "= [self.null_block] * len(left)",
-        "= left",
+        NATIVE_TABLE,
+        "  std::fill(first, last, kNullBlock);\n",
+        "",
     ),
     Mutant(
         "only the first type's hit is referenced",
-        POOL,
-        "if block.is_null:\n                continue\n            if block.ref_cnt == 0:\n"
-        "                del",
-        "if block.is_null or block.type_id > 0:\n                continue\n"
-        "            if block.ref_cnt == 0:\n                del",
+        NATIVE_POOL,
+        "  if (index == kNullBlock) return;\n  Block& block = at(index);\n  if (block.ref_cnt",
+        "  if (index == kNullBlock || at(index).type_id > 0) return;\n"
+        "  Block& block = at(index);\n  if (block.ref_cnt",
     ),
     Mutant(
         "allocate for one type before another's hit is adopted",
         COORDINATOR,
-        "            manager.adopt_hits(request_id, blocks, num_computed_tokens)\n",
-        "            manager.adopt_hits(request_id, blocks, num_computed_tokens)\n"
-        "            manager.allocate(request_id, num_computed_tokens + manager.block_size)\n",
+        "            manager.adopt_hits(table, hit, num_computed_tokens)\n",
+        "            manager.adopt_hits(table, hit, num_computed_tokens)\n"
+        "            num_tokens = num_computed_tokens + manager.block_size\n"
+        "            self.block_pool.allocate((table,), num_tokens)\n",
     ),
     Mutant(
         "a touched block stays counted as free",
-        POOL,
-        "    self._num_evictable_ids -= len(block.block_ids)\n            block.ref_cnt += 1",
-        "    pass\n            block.ref_cnt += 1",
+        NATIVE_POOL,
+        "  if (block.ref_cnt == 0) unmake_evictable(index);\n  ++block",
+        "  if (block.ref_cnt == 0) evictable_.remove(blocks_, index);\n  ++block",
     ),
     Mutant(
         "evict half a grouped block",
-        POOL,
-        "self._uncache(block)\n            self._blank.give_back(block.block_ids)\n",
-        "self._uncache(block)\n            self._blank.give_back(block.block_ids[:1])\n",
+        NATIVE_POOL,
+        "    uncache(oldest);\n    dissolve(oldest);\n",
+        "    uncache(oldest);\n    blank_.give_back(ids(at(oldest)), 1);\n",
     ),
     Mutant(
         "an evicted block can still be hit",
-        POOL,
-        "        self.prefix_indexes[block.type_id].remove(block)\n",
-        "        block.block_hash = None\n",
+        NATIVE_POOL,
+        "  indexes_[block.type_id]->remove(index);\n  block.digest = Digest{};\n  num_evicted",
+        "  num_evicted",
     ),
     Mutant(
         "a cached block is blank when it is released",
-        POOL,
-        "            if block.block_hash is None:\n                blank_ids",
-        "            if True:\n                blank_ids",
+        NATIVE_POOL,
+        "    if (block.is_cached()) {\n",
+        "    if (false) {\n",
     ),
     Mutant(
         "a block is reused while another request holds it",
-        POOL,
-        "            if block.ref_cnt > 0:\n                continue\n",
-        "",
+        NATIVE_POOL,
+        "if (--block.ref_cnt > 0) continue;",
+        "--block.ref_cnt;",
     ),
     Mutant(
         "the most recently used block is evicted first",
-        POOL,
-        "self._evictable.popitem(last=False)",
-        "self._evictable.popitem(last=True)",
+        NATIVE_POOL,
+        "const BlockIndex oldest = evictable_.first();",
+        "const BlockIndex oldest = evictable_.last();",
+    ),
+    Mutant(
+        "the head of a request is reused before its tail",
+        NATIVE_TABLE,
+        "  std::reverse(blocks_.begin(), blocks_.end());\n",
+        "",
+    ),
+    Mutant(
+        "a hit that was evicted since the lookup is adopted",
+        NATIVE_POOL,
+        "if (found.generation != handle.generation) {",
+        "if (handle.index < 0) {",
     ),
     Mutant(
         "the prefix cache is reset under running requests",
@@ -166,58 +187,82 @@ MUTANTS = (
     ),
     Mutant(
         "a duplicate is lost when the first of its hash is evicted",
-        INDEX,
-        "            self._blocks[block_hash] = others.pop(0)\n",
-        "            others.pop(0)\n            del self._blocks[block_hash]\n",
+        NATIVE_INDEX,
+        "if (slots_[slot].block == index) slots_[slot].block = block.next_same;",
+        "if (slots_[slot].block == index) erase(slot);",
+    ),
+    Mutant(
+        "a search stops at the gap that an evicted block left",
+        NATIVE_INDEX,
+        "if (((slot - home) & mask_) >= ((slot - gap) & mask_)) {",
+        "if (home > mask_) {",
     ),
     Mutant(
         "hits that are evictable are not counted in admission",
-        BASE,
-        "return num_new + num_evictable",
-        "return num_new",
+        MANAGER,
+        "num_kept = num_evictable = coordinator.num_evictable_ids(hits, num_computed)",
+        "pass",
     ),
     Mutant(
         "admission counts a window as if it kept everything",
         MANAGER,
-        "                recycled=True,\n",
-        "",
+        "blocks, num_tokens, hits, num_computed, recycled=True",
+        "blocks, num_tokens, hits, num_computed, recycled=False",
     ),
     Mutant(
         "the watermark is ignored",
         MANAGER,
-        "            watermark = self.watermark_blocks\n",
-        "            watermark = 0\n",
+        "            num_kept += self.watermark_blocks\n",
+        "            num_kept += 0\n",
     ),
     Mutant(
         "a block that is not full is cached",
         BASE,
-        "span = range(table.num_cached, num_tokens // self.block_size)",
-        "span = range(table.num_cached, min(len(table.blocks),"
-        " len(self.block_hashes_of(request))))",
+        "begin, end = table.num_cached, num_tokens // self.block_size",
+        "begin, end = table.num_cached, min(len(table), len(request.block_hashes)"
+        " * self.settings.hash_block_size // self.block_size)",
     ),
     Mutant(
         "tokens that are not final are cached",
         MANAGER,
-        "request, min(num_computed + num_new_tokens, request.num_tokens)",
-        "request, num_computed + num_new_tokens",
+        "            num_final = min(num_final, request.num_tokens)\n",
+        "",
     ),
     Mutant(
         "a block is cached under its neighbour's hash",
-        BASE,
-        "self.block_pool.cache(table.blocks[i], block_hashes[i],",
-        "self.block_pool.cache(table.blocks[i], block_hashes[max(i - 1, 0)],",
+        NATIVE_CACHE,
+        "digest_at(static_cast<std::size_t>(i))",
+        "digest_at(static_cast<std::size_t>(i > 0 ? i - 1 : i))",
     ),
     Mutant(
         "a request sleeps past the need for a block",
-        BASE,
-        "event = len(table.blocks) * self.block_size + 1",
-        "event = len(table.blocks) * self.block_size + 2",
+        COORDINATOR,
+        "blocks.next_slots = self.block_pool.num_slots(blocks.tables) + 1",
+        "blocks.next_slots = self.block_pool.num_slots(blocks.tables) + 2",
     ),
     Mutant(
         "a request sleeps past a block that leaves the window",
         WINDOW,
-        "return (table.num_released + 1) * self.block_size + self.num_tokens_before",
-        "return (table.num_released + 2) * self.block_size + self.num_tokens_before",
+        "return (num_released + 1) * self.block_size + self.num_tokens_before",
+        "return (num_released + 2) * self.block_size + self.num_tokens_before",
+    ),
+    Mutant(
+        "a request sleeps past a block that can be cached",
+        COORDINATOR,
+        "blocks.next_cached = num_tokens + alignment",
+        "blocks.next_cached = num_tokens + 2 * alignment",
+    ),
+    Mutant(
+        "the gate is closed for one token too long",
+        NATIVE_GATE,
+        "if (num_computed + num_tokens < event) return",
+        "if (num_computed + num_tokens <= event) return",
+    ),
+    Mutant(
+        "the gate does not count lookahead slots",
+        NATIVE_GATE,
+        "  *num_tokens += num_lookahead;\n",
+        "",
     ),
     Mutant(
         "a resumed request keeps its old wake-up time",
@@ -228,7 +273,7 @@ MUTANTS = (
     Mutant(
         "all groups of a type get the first group's ids",
         BLOCKS,
-        "            [block.block_ids[place] for block in self.blocks[type_id]] for type_id, place",
-        "            [block.block_ids[0] for block in self.blocks[type_id]] for type_id, place",
+        "[ids[type_id][place] for",
+        "[ids[type_id][0] for",
     ),
 )

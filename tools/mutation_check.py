@@ -15,14 +15,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import nanobind
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from mutants import MUTANTS, Mutant
+from native_tools import find_tool
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "vllm/v1/core/hybrid"
@@ -38,19 +42,59 @@ TIMEOUT_SECONDS = 900
 NOT_CAUGHT = ""
 
 
-def plant(mutant: Mutant | None, folder: Path) -> Path:
+def with_fault(mutant: Mutant, text: str) -> str:
+    if text.count(mutant.old) != 1:
+        raise SystemExit(
+            f"mutants.py: the place of the fault {mutant.fault!r} occurs "
+            f"{text.count(mutant.old)} times in {mutant.file}; it must occur once"
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+class NativeCore:
+    """A copy of the native core's sources, built again for each fault in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # One build at a time: all but the file with the fault stays compiled.
+        self._lock = threading.Lock()
+        shutil.copytree(ROOT / "csrc", folder / "csrc")
+        shutil.copy(ROOT / "CMakeLists.txt", folder)
+        self._cmake = find_tool("cmake") or "cmake"
+        configure = [f"-S{folder}", f"-B{folder / 'build'}"]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}"]
+        # A fault may leave something unused, which is no reason not to run it.
+        configure += [f"-Dnanobind_DIR={nanobind.cmake_dir()}", "-DHYBRID_KV_WERROR=OFF"]
+        subprocess.run([self._cmake, *configure], check=True, capture_output=True)
+
+    def build(self, mutant: Mutant, target: Path) -> None:
+        """Put the core with a fault in ``target``, a folder."""
+        with self._lock:
+            path = self.folder / mutant.file
+            text = path.read_text()
+            try:
+                path.write_text(with_fault(mutant, text))
+                command = [self._cmake, "--build", str(self.folder / "build"), "--parallel", "2"]
+                build = subprocess.run(command, capture_output=True, text=True)
+                if build.returncode:
+                    raise SystemExit(f"{mutant.fault!r} does not compile:\n{build.stdout[-2000:]}")
+                (core,) = (self.folder / "build").glob("_core*")
+                # A new file: a process may have the old one loaded.
+                (target / core.name).unlink(missing_ok=True)
+                shutil.copy(core, target)
+            finally:
+                path.write_text(text)
+
+
+def plant(mutant: Mutant | None, folder: Path, native_core: NativeCore) -> Path:
     """A copy of the package in ``folder``, with the fault in it."""
     copy = folder / "hybrid"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    if mutant is not None:
+    if mutant is not None and mutant.is_native:
+        native_core.build(mutant, copy)
+    elif mutant is not None:
         path = copy / mutant.file
-        text = path.read_text()
-        if text.count(mutant.old) != 1:
-            raise SystemExit(
-                f"mutants.py: the place of the fault {mutant.fault!r} occurs "
-                f"{text.count(mutant.old)} times in {mutant.file}; it must occur once"
-            )
-        path.write_text(text.replace(mutant.old, mutant.new))
+        path.write_text(with_fault(mutant, path.read_text()))
     return copy
 
 
@@ -84,10 +128,10 @@ def run_layer(source: Path, layer: str) -> str:
     return failed[2] or failed[1]
 
 
-def check(mutant: Mutant | None) -> dict[str, str]:
+def check(mutant: Mutant | None, native_core: NativeCore) -> dict[str, str]:
     """What catches a fault, per layer."""
     with tempfile.TemporaryDirectory() as folder:
-        source = plant(mutant, Path(folder))
+        source = plant(mutant, Path(folder), native_core)
         return {layer: run_layer(source, layer) for layer in LAYERS}
 
 
@@ -102,10 +146,14 @@ def main() -> int:
         parser.error(f"--only is {arguments.only!r}; no fault has it in its description")
 
     console, progress = Console(), Console(stderr=True)
-    with ThreadPoolExecutor(max(arguments.jobs, 1)) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(max(arguments.jobs, 1)) as pool,
+    ):
+        one_check = partial(check, native_core=NativeCore(Path(folder)))
         results = []
         for mutant, by_layer in track(
-            zip([None, *mutants], pool.map(check, [None, *mutants]), strict=True),
+            zip([None, *mutants], pool.map(one_check, [None, *mutants]), strict=True),
             total=len(mutants) + 1,
             description="planting faults",
             console=progress,

@@ -7,7 +7,16 @@
 import pytest
 
 from mutants import MUTANTS
-from mutation_check import LAYERS, PACKAGE, TESTS, plant, run_layer
+from mutation_check import (
+    LAYERS,
+    PACKAGE,
+    ROOT,
+    TESTS,
+    NativeCore,
+    plant,
+    run_layer,
+    with_fault,
+)
 
 
 def test_there_are_enough_faults_and_all_differ():
@@ -16,19 +25,26 @@ def test_there_are_enough_faults_and_all_differ():
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
-def test_each_fault_has_its_place(mutant, tmp_path):
-    copy = plant(mutant, tmp_path)
-    original = (PACKAGE / mutant.file).read_text()
-    changed = (copy / mutant.file).read_text()
+def test_each_fault_has_its_place(mutant):
+    original = ((ROOT if mutant.is_native else PACKAGE) / mutant.file).read_text()
+    changed = with_fault(mutant, original)
     assert changed != original
-    compile(changed, mutant.file, "exec")
+    if not mutant.is_native:
+        compile(changed, mutant.file, "exec")
 
 
 def test_the_layers_name_test_files():
     assert all((TESTS / name).is_file() for names in LAYERS.values() for name in names)
 
 
-def test_a_fault_is_caught_and_named(tmp_path):
-    (mutant,) = (m for m in MUTANTS if m.fault == "the watermark is ignored")
-    caught_by = run_layer(plant(mutant, tmp_path), "unit")
-    assert caught_by == "test_watermark_holds_back_newcomers_only"
+@pytest.mark.parametrize(
+    ("fault", "caught_by"),
+    [
+        ("the watermark is ignored", "test_watermark_holds_back_newcomers_only"),
+        ("evict half a grouped block", "test_a_grouped_block_is_evicted_as_a_whole"),
+    ],
+)
+def test_a_fault_is_caught_and_named(fault, caught_by, tmp_path):
+    (mutant,) = (m for m in MUTANTS if m.fault == fault)
+    native_core = NativeCore(tmp_path / "core")
+    assert run_layer(plant(mutant, tmp_path, native_core), "unit") == caught_by
