@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs tests on a native core built with AddressSanitizer and UndefinedBehaviorSanitizer.
+
+    python tools/sanitize.py [pytest arguments]
+
+Without arguments, the tests that use the native core most. Any finding ends the run with a report
+and a failure. Needs g++ with its sanitizer libraries (they come with it).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nanobind
+
+from native_tools import find_compiler, find_tool
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "vllm/v1/core/hybrid"
+TESTS = ROOT / "tests/v1/core/hybrid"
+DEFAULT = (
+    "test_block_pool.py",
+    "test_managers.py",
+    "test_kv_cache_manager.py",
+    "test_differential_cases.py",
+    "test_differential.py",
+)
+FLAGS = (
+    "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+    # The standard library checks its indices, too.
+    " -D_GLIBCXX_ASSERTIONS"
+)
+
+
+def build(folder: Path) -> Path:
+    """A copy of the package in ``folder``, with a sanitized core."""
+    copy = folder / "hybrid"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "_core*.so"))
+    cmake = find_tool("cmake") or "cmake"
+    configure = [cmake, f"-S{ROOT}", f"-B{folder / 'build'}", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_FLAGS={FLAGS}"]
+    configure += [f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+    subprocess.run(configure, check=True)
+    subprocess.run([cmake, "--build", str(folder / "build"), "--parallel"], check=True)
+    (core,) = (folder / "build").glob("_core*.so")
+    shutil.copy(core, copy)
+    return copy
+
+
+def runtime_libraries() -> str:
+    """The sanitizers' libraries, which must be loaded before Python's own."""
+    compiler = find_compiler() or "g++"
+    paths = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    for path in paths:
+        if not Path(path).is_file():
+            raise SystemExit(f"{compiler} has no {path}: please install its sanitizer libraries")
+    return ":".join(paths)
+
+
+def main() -> int:
+    arguments = sys.argv[1:] or [str(TESTS / name) for name in DEFAULT]
+    with tempfile.TemporaryDirectory() as folder:
+        source = build(Path(folder))
+        environment = os.environ | {
+            "HYBRID_KV_SOURCE": str(source),
+            "PYTHONPATH": str(ROOT / "tests"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # Every Python object on its own: a read after its end is seen.
+            "PYTHONMALLOC": "malloc",
+            "LD_PRELOAD": runtime_libraries(),
+            # Python and torch keep much until the process ends.
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += ["-p", "support.mutated_package", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
