@@ -6,6 +6,7 @@ import gc
 import json
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -61,7 +62,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_column(column, justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*map(str, row))
-    Console().print(table)
+    # Not cut where the output goes to a file.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a whole scheduler step costs: base's scheduler with base's manager and with the fork's.
+
+    python benchmarks/scheduler.py [--groups 6] [--requests 256] [--profile] [--json FILE]
+
+A step is `Scheduler.schedule()` plus `update_from_output()`, for requests that all decode. No
+model runs: each gets the same token. A figure is the median over the steps, in microseconds for
+one request.
+"""
+
+import argparse
+import cProfile
+import gc
+import pstats
+import statistics
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from unittest import mock
+
+from common import add_common_arguments, print_table, write_json
+from shapes import BLOCK_SIZE, NUM_PROMPT_TOKENS, kv_cache_config, make_requests, managers
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.oracle.engine_config import (
+    OracleSettings,
+    make_vllm_config,
+    structured_output_manager,
+)
+from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.outputs import ModelRunnerOutput
+
+#: Between two measured rounds of steps, the two schedulers take turns.
+STEPS_PER_ROUND = 2 * BLOCK_SIZE
+
+
+class DecodingScheduler:
+    """Base's scheduler with requests whose prompts have been computed."""
+
+    def __init__(self, manager_class: Any, num_groups: int, num_requests: int, steps: int) -> None:
+        settings = OracleSettings(
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=num_requests * NUM_PROMPT_TOKENS,
+            max_model_len=NUM_PROMPT_TOKENS + steps + 64,
+        )
+        blocks_per_request = settings.max_model_len // BLOCK_SIZE + 2
+        num_blocks = num_requests * num_groups * blocks_per_request + 1
+        with mock.patch.object(scheduler_module, "KVCacheManager", manager_class):
+            self.scheduler = scheduler_module.Scheduler(
+                vllm_config=make_vllm_config(settings, BLOCK_SIZE, num_blocks),
+                kv_cache_config=kv_cache_config(num_groups, num_blocks),
+                structured_output_manager=structured_output_manager(),
+                block_size=BLOCK_SIZE,
+                hash_block_size=BLOCK_SIZE,
+                log_stats=True,
+            )
+        for request in make_requests(num_requests, 0):
+            self.scheduler.add_request(request)
+        self.step()
+
+    def step(self) -> float:
+        """Schedule a step and take its output; returns the seconds."""
+        begin = perf_counter()
+        scheduled = self.scheduler.schedule()
+        seconds = perf_counter() - begin
+        ids = list(scheduled.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[[7] for _ in ids],
+        )
+        begin = perf_counter()
+        self.scheduler.update_from_output(scheduled, output)
+        return seconds + perf_counter() - begin
+
+
+def measure(num_groups: int, num_requests: int, rounds: int) -> dict[str, float]:
+    """Median seconds of a step for one request, by manager."""
+    steps = (rounds + 1) * STEPS_PER_ROUND + 1
+    schedulers = {
+        name: DecodingScheduler(manager_class, num_groups, num_requests, steps)
+        for name, manager_class in managers().items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in schedulers}
+    gc.collect()
+    gc.freeze()
+    for number in range(rounds + 1):
+        for name in sorted(schedulers, reverse=number % 2 == 1):
+            seconds = [schedulers[name].step() for _ in range(STEPS_PER_ROUND)]
+            if number > 0:  # the first warms up
+                samples[name].append(statistics.mean(seconds) / num_requests)
+    gc.unfreeze()
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def print_profile(num_groups: int, num_requests: int) -> None:
+    """Where the time of the fork's steps goes, by function."""
+    decoding = DecodingScheduler(managers()["fork"], num_groups, num_requests, STEPS_PER_ROUND)
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(STEPS_PER_ROUND):
+        decoding.step()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--groups", type=int, nargs="+", default=(1, 2, 6, 46))
+    parser.add_argument("--requests", type=int, nargs="+", default=(256,))
+    parser.add_argument("--profile", action="store_true", help="show where the fork's time goes")
+    add_common_arguments(parser, trials=7)
+    arguments = parser.parse_args()
+    results, rows = [], []
+    for num_groups in arguments.groups:
+        for num_requests in arguments.requests:
+            seconds = measure(num_groups, num_requests, arguments.trials)
+            results.append({"groups": num_groups, "requests": num_requests, **seconds})
+            figures = [f"{seconds[name] * 1e6:,.1f}" for name in ("base", "fork")]
+            ratio = f"{seconds['base'] / seconds['fork']:.2f}x"
+            rows.append((num_groups, num_requests, *figures, ratio))
+    print_table(
+        "A scheduler step, us for one decoding request",
+        ("groups", "requests", "base", "fork", "ratio"),
+        rows,
+    )
+    if arguments.profile:
+        print_profile(arguments.groups[-1], arguments.requests[-1])
+    if arguments.json:
+        write_json(arguments.json, results)
+
+
+if __name__ == "__main__":
+    main()
