@@ -64,7 +64,7 @@ const TypeShape& BlockPool::shape(std::int64_t type_id) const {
 const Block& BlockPool::checked(BlockHandle handle) const {
   const Block& found = block(handle.index);
   if (found.generation != handle.generation) {
-    throw std::invalid_argument("a block that was looked up has been given to others since");
+    throw std::invalid_argument("a block that was looked up has been freed or given to others since");
   }
   return found;
 }

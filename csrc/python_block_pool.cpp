@@ -145,8 +145,9 @@ void bind_block_pool(nb::module_& m) {
       .def("find_prefix",
            [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks) {
              const std::size_t type = to_type(*self.pool, type_id);
+             const std::size_t most = to_count("max_blocks", max_blocks, 0);
              const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
-             const std::size_t n = std::min(to_count("max_blocks", max_blocks, 0), hashes.num_blocks());
+             const std::size_t n = std::min(most, hashes.num_blocks());
              return BlockList{self.pool, type, self.pool->find_prefix(type, n, hashes)};
            },
            nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"),
@@ -155,11 +156,13 @@ void bind_block_pool(nb::module_& m) {
            [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
               nb::handle length, nb::handle alignment) {
              const std::size_t type = to_type(*self.pool, type_id);
+             const std::size_t most = to_count("max_blocks", max_blocks, 0);
+             const std::size_t run_length = to_count("length", length, 1);
+             const std::size_t unit = to_count("alignment", alignment, 1);
              const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
-             const std::size_t n = std::min(to_count("max_blocks", max_blocks, 0), hashes.num_blocks());
+             const std::size_t n = std::min(most, hashes.num_blocks());
              return BlockList{self.pool, type,
-                              self.pool->find_last_run(type, n, to_count("length", length, 1),
-                                                       to_count("alignment", alignment, 1), hashes)};
+                              self.pool->find_last_run(type, n, run_length, unit, hashes)};
            },
            nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"), nb::arg("length"),
            nb::arg("alignment"),
@@ -174,11 +177,15 @@ void bind_block_pool(nb::module_& m) {
              }
              std::int64_t num_ids = 0;
              for (std::size_t i = 0; i < found.size(); ++i) {
-               const BlockList& hit = nb::cast<const BlockList&>(hits[i], false);
-               if (hit.type_id != found[i]->type_id()) {
+               BlockList* hit = nullptr;
+               if (!nb::try_cast(hits[i], hit, false) || hit == nullptr) {
+                 throw nb::type_error("hits must be a tuple of BlockList");
+               }
+               if (hit->type_id != found[i]->type_id() || hit->pool != self.pool) {
                  throw std::invalid_argument("the hits and block tables are of different types");
                }
-               num_ids += found[i]->num_missing(tokens, hit.blocks.size()) * num_groups(self, *found[i]);
+               num_ids += found[i]->num_missing(tokens, hit->blocks.size()) *
+                          num_groups(self, *found[i]);
              }
              return num_ids;
            },

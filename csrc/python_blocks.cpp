@@ -171,15 +171,15 @@ void bind_table(nb::module_& m) {
            "Returns how many leading blocks are released now.")
       .def("cache",
            [](BlockTable& self, nb::handle begin, nb::handle end, nb::handle block_hashes) {
+             const std::int64_t start = to_int64(begin), stop = to_int64(end);
              const HashList hashes(block_hashes,
                                    self.pool()->shape(static_cast<std::int64_t>(self.type_id())));
-             const std::int64_t stop = to_int64(end);
              if (stop > static_cast<std::int64_t>(hashes.num_blocks())) {
                throw std::invalid_argument("there are hashes for " +
                                            std::to_string(hashes.num_blocks()) + " blocks, not for " +
                                            std::to_string(stop));
              }
-             self.cache(to_int64(begin), stop, hashes);
+             self.cache(start, stop, hashes);
            },
            nb::arg("begin"), nb::arg("end"), nb::arg("block_hashes"),
            "Enter the blocks from index `begin` to before `end` in the prefix cache.")

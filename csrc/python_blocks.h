@@ -38,7 +38,8 @@ nanobind::object to_bytes(const Digest& digest);
 std::size_t to_count(const char* name, nanobind::handle value, std::int64_t least);
 std::string describe(const BlockView& view);
 
-// A request's block hashes, read in place: nothing that could change the list runs meanwhile.
+// A request's block hashes, read in place. No Python may run while one is alive, so numbers, whose
+// __index__ could change the list, are converted before.
 class HashList {
  public:
   HashList(nanobind::handle hashes, const TypeShape& shape)

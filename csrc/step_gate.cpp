@@ -48,8 +48,14 @@ long long next_event(PyObject* self, PyObject* request) {
 // Calls a method of the owner.
 PyObject* call(PyObject* self, PyObject* function, PyObject* const* args, Py_ssize_t nargs,
                PyObject* kwnames) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* strong = nullptr;
+  PyWeakref_GetRef(owner(self), &strong);
+  const nb::object holder = nb::steal(strong);
+#else
   const nb::object holder = nb::borrow(PyWeakref_GetObject(owner(self)));
-  if (holder.is_none()) {
+#endif
+  if (!holder.is_valid() || holder.is_none()) {
     PyErr_SetString(PyExc_ReferenceError, "the KV cache manager is gone");
     return nullptr;
   }

@@ -350,6 +350,26 @@ def test_what_is_no_tuple_of_tables_is_refused(tables):
             use()
 
 
+@pytest.mark.parametrize("position", [1, 2, 3])
+def test_numbers_that_change_the_list_of_hashes_do_no_harm(position):
+    pool = make_pool(num_blocks=300)
+    prompt = [bytes([i]) * 32 for i in range(200)]
+
+    class Emptying:
+        def __index__(self) -> int:
+            prompt.clear()
+            return 3
+
+    numbers: list[object] = [150, 2, 1]
+    numbers[position - 1] = Emptying()
+    assert len(pool.find_last_run(FULL, prompt, *numbers)) == 0  # type: ignore[arg-type]
+    prompt[:] = [bytes([i]) * 32 for i in range(200)]
+    table = allocate(pool, FULL, 200)
+    with pytest.raises(ValueError, match="there are hashes for 0 blocks, not for 150"):
+        table.cache(Emptying(), 150, prompt)  # type: ignore[arg-type]
+    pool.check_integrity([table])
+
+
 def test_many_duplicates_of_a_hash_come_and_go_in_any_order():
     pool = make_pool(num_blocks=200)
     tables = [allocate_cached(pool, FULL, "same") for _ in range(150)]
