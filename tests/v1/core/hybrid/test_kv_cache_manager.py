@@ -392,3 +392,23 @@ def test_what_the_gate_does_not_understand_reaches_the_method(arguments, keyword
         manager.allocate_slots(None, 1)
     manager.check_integrity()
     assert manager.allocate_slots(req, 1) is not None
+
+
+def test_a_subclass_is_asked_in_every_step():
+    asked = []
+
+    class Asked(KVCacheManager):
+        def allocate_slots(self, request, num_new_tokens, *args, **kwargs):
+            asked.append("allocate_slots")
+            return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+        def cache_blocks(self, request, num_computed_tokens):
+            asked.append("cache_blocks")
+            super().cache_blocks(request, num_computed_tokens)
+
+    manager = KVSetup(kinds=GEMMA, num_blocks=1000).build(Asked)
+    req = request("r", (1, 40))
+    prefill(manager, req)
+    decode(manager, req, 3)
+    manager.cache_blocks(req, 43)
+    assert asked == ["allocate_slots"] * 4 + ["cache_blocks"]

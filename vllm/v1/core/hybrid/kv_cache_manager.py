@@ -121,16 +121,16 @@ class KVCacheManager(LeftToBase):
         # Per request, the token count below which no call has anything to do (see
         # `RequestBlocks.next_event`). Most decode steps end in the gates, which compare it.
         self._next_event: dict[str, int] = {}
-        self.allocate_slots = gate_allocate_slots(  # type: ignore[method-assign]
-            self,
-            type(self).allocate_slots,
-            type(self)._advance,
-            self._next_event,
-            self.empty_kv_cache_blocks,
-        )
-        self.cache_blocks = gate_cache_blocks(  # type: ignore[method-assign]
-            self, type(self).cache_blocks, self._next_event
-        )
+        # A subclass that has methods of its own is asked every time.
+        cls = KVCacheManager
+        if type(self).allocate_slots is cls.allocate_slots:
+            self.allocate_slots = gate_allocate_slots(  # type: ignore[method-assign]
+                self, cls.allocate_slots, cls._advance, self._next_event, self.empty_kv_cache_blocks
+            )
+        if type(self).cache_blocks is cls.cache_blocks:
+            self.cache_blocks = gate_cache_blocks(  # type: ignore[method-assign]
+                self, cls.cache_blocks, self._next_event
+            )
 
     # Prefix cache
 
