@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "vllm/v1/core/hybrid"
 TESTS = ROOT / "tests/v1/core/hybrid"
 DEFAULT = (
+    "test_block_hasher.py",
     "test_block_pool.py",
     "test_managers.py",
     "test_kv_cache_manager.py",
