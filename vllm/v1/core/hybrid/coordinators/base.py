@@ -108,14 +108,15 @@ class KVCacheCoordinator(ABC):
     ) -> int:
         """Physical blocks to allocate, after adopting ``hits``, for ``num_tokens`` slots.
 
-        See `SingleTypeKVCacheManager.num_new_blocks`.
+        With ``recycled``, a type that releases blocks on the way counts no more than it
+        ever holds at once (`SingleTypeKVCacheManager.num_new_blocks`).
         """
         if not recycled:
             return self.block_pool.num_missing_ids(blocks.tables, num_tokens, hits)
         num_blocks = 0
         for manager, table, hit in zip(self.managers, blocks.tables, hits, strict=True):
             num_blocks += manager.num_groups * manager.num_new_blocks(
-                table, num_tokens, len(hit), num_computed_tokens, recycled
+                table, num_tokens, len(hit), num_computed_tokens
             )
         return num_blocks
 

@@ -95,16 +95,14 @@ class SingleTypeKVCacheManager(ABC):
         num_tokens: int,
         num_hits: int,
         num_computed_tokens: int,
-        recycled: bool = False,
     ) -> int:
         """Logical blocks to allocate, after adopting ``num_hits``, for ``num_tokens`` slots.
 
-        With ``recycled``, a type that releases blocks on the way counts no more than it
-        ever holds at once.
+        A type that releases blocks on the way counts no more than it ever holds at once.
         """
         num_required = -(-num_tokens // self.block_size)
         most = self.max_blocks_per_request
-        if recycled and most is not None and most < num_required:
+        if most is not None and most < num_required:
             num_required = most
         num_there = len(table) + num_hits
         num_skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
