@@ -20,13 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import nanobind
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from mutants import MUTANTS, Mutant
-from native_tools import find_tool
+from native_tools import configure_core
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "vllm/v1/core/hybrid"
@@ -60,12 +59,10 @@ class NativeCore:
         self._lock = threading.Lock()
         shutil.copytree(ROOT / "csrc", folder / "csrc")
         shutil.copy(ROOT / "CMakeLists.txt", folder)
-        self._cmake = find_tool("cmake") or "cmake"
-        configure = [f"-S{folder}", f"-B{folder / 'build'}"]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}"]
         # A fault may leave something unused, which is no reason not to run it.
-        configure += [f"-Dnanobind_DIR={nanobind.cmake_dir()}", "-DHYBRID_KV_WERROR=OFF"]
-        subprocess.run([self._cmake, *configure], check=True, capture_output=True)
+        configure = configure_core(folder, folder / "build", "-DHYBRID_KV_WERROR=OFF")
+        self._cmake = configure[0]
+        subprocess.run(configure, check=True, capture_output=True)
 
     def build(self, mutant: Mutant, target: Path) -> None:
         """Put the core with a fault in ``target``, a folder."""

@@ -28,6 +28,20 @@ def find_compiler() -> str | None:
     return find_tool("c++", "g++", "clang++")
 
 
+def configure_core(sources: Path, build: Path, *options: str) -> list[str]:
+    """The command with which CMake prepares a build of the native core in ``build``."""
+    import nanobind  # not there yet where bootstrap.py runs
+
+    return [
+        find_tool("cmake") or "cmake",
+        f"-S{sources}",
+        f"-B{build}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dnanobind_DIR={nanobind.cmake_dir()}",
+        *options,
+    ]
+
+
 def missing_tools() -> str:
     """What to install, as the end of a sentence; empty where all is there."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -14,9 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import nanobind
-
-from native_tools import find_compiler, find_tool
+from native_tools import configure_core, find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "vllm/v1/core/hybrid"
@@ -40,12 +38,10 @@ def build(folder: Path) -> Path:
     """A copy of the package in ``folder``, with a sanitized core."""
     copy = folder / "hybrid"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "_core*.so"))
-    cmake = find_tool("cmake") or "cmake"
-    configure = [cmake, f"-S{ROOT}", f"-B{folder / 'build'}", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
-    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_FLAGS={FLAGS}"]
-    configure += [f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+    options = ("-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DCMAKE_CXX_FLAGS={FLAGS}")
+    configure = configure_core(ROOT, folder / "build", *options)
     subprocess.run(configure, check=True)
-    subprocess.run([cmake, "--build", str(folder / "build"), "--parallel"], check=True)
+    subprocess.run([configure[0], "--build", str(folder / "build"), "--parallel"], check=True)
     (core,) = (folder / "build").glob("_core*.so")
     shutil.copy(core, copy)
     return copy
