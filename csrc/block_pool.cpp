@@ -211,6 +211,7 @@ void BlockPool::unmake_evictable(BlockIndex index) {
 
 void BlockPool::dissolve(BlockIndex index) {
   Block& block = at(index);
+  if (!block.is_live) throw std::logic_error("the ids of a block are given back twice");
   blank_.give_back(ids(block), num_groups(block.type_id));
   block.is_live = false;
   block.num_tokens = 0;

@@ -25,6 +25,8 @@ class RequestBlocks:
     """
 
     tables: tuple[BlockTable, ...]
+    #: Managers of the types that still have blocks to cache for the request.
+    caching: Sequence[SingleTypeKVCacheManager]
     #: Slots are missing.
     next_slots: int = 0
     #: Blocks become cacheable.
@@ -84,6 +86,7 @@ class KVCacheCoordinator(ABC):
         self.retention_interval = settings.retention_interval
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
+        self._caching = self.managers if settings.enable_caching else ()
         self._releasing = tuple(m for m in self.managers if m.releases)
         self._records_new_blocks = any(m.records_new_block_ids for m in self.managers)
 
@@ -96,7 +99,7 @@ class KVCacheCoordinator(ABC):
         known = self.requests.get(request_id)
         if known is not None:
             return known
-        return RequestBlocks(self.block_pool.new_tables())
+        return RequestBlocks(self.block_pool.new_tables(), self._caching)
 
     def num_physical_blocks_needed(
         self,
@@ -194,9 +197,6 @@ class KVCacheCoordinator(ABC):
         Hits end at multiples of the scheduler block size, so blocks after the last one
         are of no use yet.
         """
-        if not self.settings.enable_caching:
-            blocks.next_cached = NEVER
-            return
         # A request with the same prompt leaves one token to compute, so it resumes at or
         # before the last token; one with the same prefix where the lookup saw it end.
         boundaries = [request.num_prompt_tokens - 1]
@@ -204,9 +204,13 @@ class KVCacheCoordinator(ABC):
             boundaries.append(request.shared_prefix_boundary)
         alignment = self.scheduler_block_size
         num_tokens = num_tokens // alignment * alignment
-        for manager, table in zip(self.managers, blocks.tables, strict=True):
-            manager.cache_blocks(request, table, num_tokens, boundaries)
-        blocks.next_cached = num_tokens + alignment
+        caching = []
+        for manager in blocks.caching:
+            table = blocks.tables[manager.type_id]
+            if manager.cache_blocks(request, table, num_tokens, boundaries):
+                caching.append(manager)
+        blocks.caching = caching
+        blocks.next_cached = num_tokens + alignment if caching else NEVER
 
     def pop_blocks_for_free(self, request_id: str) -> list[GroupedKVCacheBlock]:
         """Forget a request; its blocks are the caller's until `BlockPool.free_blocks`."""
@@ -250,7 +254,7 @@ class KVCacheCoordinator(ABC):
             next_full = round_up(
                 (table.num_cached + 1) * manager.block_size, self.scheduler_block_size
             )
-            assert not self.settings.enable_caching or blocks.next_cached <= next_full, (
+            assert manager not in blocks.caching or blocks.next_cached <= next_full, (
                 f"{where} {blocks.next_cached}, but can cache at {next_full} tokens"
             )
             next_release = manager.next_release(table.num_released)

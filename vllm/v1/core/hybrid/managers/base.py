@@ -81,6 +81,10 @@ class SingleTypeKVCacheManager(ABC):
         """
         return ((begin, end),)
 
+    def caches_beyond(self, num_tokens: int, boundaries: Sequence[int]) -> bool:
+        """Whether any block after the first ``num_tokens`` can serve a hit."""
+        return True
+
     def next_release(self, num_released: int) -> int:
         """The number of processed tokens at which one block more than ``num_released``, counted
         from the beginning, has left the window.
@@ -128,19 +132,22 @@ class SingleTypeKVCacheManager(ABC):
 
     def cache_blocks(
         self, request: Request, table: BlockTable, num_tokens: int, boundaries: Sequence[int]
-    ) -> None:
-        """Enter the full blocks of the first ``num_tokens``, all final, in the prefix cache."""
+    ) -> bool:
+        """Enter the full blocks of the first ``num_tokens``, all final, in the prefix cache.
+
+        Returns whether blocks after them can come to be cached, too.
+        """
         begin, end = table.num_cached, num_tokens // self.block_size
-        if begin >= end:
-            return
-        runs = self.cacheable_blocks(begin, end, boundaries)
-        for run in runs:
-            table.cache(*run, request.block_hashes)
-        table.num_cached = end
-        if self.event_log is not None:
-            blocks = table.blocks(begin)
-            stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
-            self.report_stored(request, range(begin, end), stored)
+        if begin < end:
+            runs = self.cacheable_blocks(begin, end, boundaries)
+            for run in runs:
+                table.cache(*run, request.block_hashes)
+            table.num_cached = end
+            if self.event_log is not None:
+                blocks = table.blocks(begin)
+                stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
+                self.report_stored(request, range(begin, end), stored)
+        return self.caches_beyond(num_tokens, boundaries)
 
     def report_stored(self, request: Request, span: range, stored: Sequence[int]) -> None:
         """Tell the event log, which must be on, that blocks of a request are cached."""

@@ -73,8 +73,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         """
         alignment, interval = self.settings.scheduler_block_size, self.settings.retention_interval
         ends: set[int] = set()
-        if interval == 0 and begin >= max(boundaries) // self.block_size:
-            return ()  # as for all output tokens
         if interval != 0:
             step = (alignment if interval is None else interval) // self.block_size
             if step <= self.num_blocks_before:
@@ -91,3 +89,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
                 runs.append((run_begin, run_end))
                 begin = run_end
         return runs
+
+    def caches_beyond(self, num_tokens: int, boundaries: Sequence[int]) -> bool:
+        return self.settings.retention_interval != 0 or num_tokens < max(boundaries)
