@@ -14,6 +14,10 @@ namespace hybrid_kv {
 using BlockIndex = std::int32_t;
 constexpr BlockIndex kNullBlock = 0;
 
+// Blocks, their hashes and the slots of an index lie anywhere in memory: loops over many of them start
+// to load each so many rounds before they read it.
+constexpr std::size_t kAhead = 8;
+
 // A block hash: the raw digest, of any length up to 32 bytes.
 struct Digest {
   static constexpr std::size_t kMaxSize = 32;
@@ -44,21 +48,21 @@ struct Digest {
 };
 
 // One grouped block: the physical blocks of all groups of an attention type for the same tokens.
-struct Block {
+// A cache line long: blocks are visited in no order that the processor could guess.
+struct alignas(64) Block {
   Digest digest;              // set while the block is in its type's prefix index
   std::uint8_t type_id = 0;
   bool is_live = false;       // owns physical ids
   std::uint32_t ref_cnt = 0;  // block tables, and detached references, that hold the block
   std::uint32_t generation = 0;  // counts the uses of this place, so that a stale handle is noticed
-  std::uint32_t num_tokens = 0;  // length of the prefix that `digest` stands for
-  std::uint32_t num_detached = 0;     // those of the references that callers hold, not tables
   BlockIndex previous = 0, next = 0;  // neighbours in the eviction order
   // A ring of the cached blocks with the same digest, in the order in which they were entered.
   BlockIndex previous_same = 0, next_same = 0;
-  std::size_t ids = 0;                // where its physical ids begin in the pool's list of ids
+  std::uint32_t ids = 0;  // where its physical ids begin in the pool's list of ids
 
   bool is_cached() const { return digest.size != 0; }
 };
+static_assert(sizeof(Block) == 64);
 
 // A block as it was when somebody looked: it may have been evicted since.
 struct BlockHandle {

@@ -40,7 +40,8 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
     max_blocks += max;
     max_ids += max * static_cast<std::size_t>(type.num_groups);
   }
-  if (max_blocks > static_cast<std::size_t>(std::numeric_limits<BlockIndex>::max())) {
+  if (max_blocks > static_cast<std::size_t>(std::numeric_limits<BlockIndex>::max()) ||
+      max_ids > std::numeric_limits<std::uint32_t>::max()) {
     throw std::invalid_argument("num_blocks is " + std::to_string(num_blocks) +
                                 ", which is too many for " + std::to_string(types_.size()) +
                                 " attention types");
@@ -95,11 +96,13 @@ BlockIndex BlockPool::allocate(std::size_t type_id) {
     index = static_cast<BlockIndex>(blocks_.size());
     blocks_.emplace_back();
     at(index).type_id = static_cast<std::uint8_t>(type_id);
-    at(index).ids = ids_.size();
+    at(index).ids = static_cast<std::uint32_t>(ids_.size());
     ids_.resize(ids_.size() + num_groups(type_id));
   } else {
-    index = unused_[type_id].back();
-    unused_[type_id].pop_back();
+    std::vector<BlockIndex>& unused = unused_[type_id];
+    index = unused.back();
+    unused.pop_back();
+    if (unused.size() > kAhead) __builtin_prefetch(&at(unused[unused.size() - kAhead]), 1);
   }
   Block& block = at(index);
   block.is_live = true;
@@ -117,7 +120,9 @@ void BlockPool::touch(BlockIndex index) {
 
 void BlockPool::release(const std::vector<BlockIndex>& indices) {
   std::vector<BlockIndex> unneeded;
-  for (const BlockIndex index : indices) {
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    if (i + kAhead < indices.size()) __builtin_prefetch(&at(indices[i + kAhead]), 1);
+    const BlockIndex index = indices[i];
     if (index == kNullBlock) continue;
     Block& block = at(index);
     if (block.ref_cnt == 0) {
@@ -135,23 +140,24 @@ void BlockPool::release(const std::vector<BlockIndex>& indices) {
 }
 
 void BlockPool::detach(BlockIndex index) {
-  if (index != kNullBlock) ++at(index).num_detached;
+  if (index != kNullBlock) ++detached_[index];
 }
 
 void BlockPool::release_detached(BlockHandle handle) {
   if (handle.index == kNullBlock) return;
-  if (checked(handle).num_detached == 0) {
+  checked(handle);
+  const auto found = detached_.find(handle.index);
+  if (found == detached_.end()) {
     throw std::invalid_argument("a block that was not handed out is given back");
   }
-  --at(handle.index).num_detached;
+  if (--found->second == 0) detached_.erase(found);
   release({handle.index});
 }
 
-void BlockPool::cache(BlockIndex index, const Digest& digest, std::uint32_t num_tokens) {
+void BlockPool::cache(BlockIndex index, const Digest& digest) {
   if (!can_cache(index)) throw std::logic_error("a block is cached that is not referenced, or twice");
   Block& block = at(index);
   block.digest = digest;
-  block.num_tokens = num_tokens;
   indexes_[block.type_id]->insert(index);
 }
 
@@ -214,7 +220,6 @@ void BlockPool::dissolve(BlockIndex index) {
   if (!block.is_live) throw std::logic_error("the ids of a block are given back twice");
   blank_.give_back(ids(block), num_groups(block.type_id));
   block.is_live = false;
-  block.num_tokens = 0;
   ++block.generation;
   unused_[block.type_id].push_back(index);
 }

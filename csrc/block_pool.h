@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "block.h"
 #include "block_ids.h"
+#include "lookups.h"
 #include "prefix_index.h"
 
 namespace hybrid_kv {
@@ -43,6 +45,12 @@ class BlockPool {
     return static_cast<std::size_t>(types_[type_id].num_groups);
   }
 
+  // Logical blocks of a type that hold `num_tokens` tokens.
+  std::int64_t num_blocks_for(std::size_t type_id, std::int64_t num_tokens) const {
+    const std::int64_t block_size = types_[type_id].block_size;
+    return num_tokens / block_size + (num_tokens % block_size > 0);
+  }
+
   std::size_t num_free() const { return blank_.size() + num_evictable_ids_; }
   std::size_t num_evictable_ids() const { return num_evictable_ids_; }
   std::int64_t num_evicted_ids() const { return num_evicted_ids_; }
@@ -71,32 +79,42 @@ class BlockPool {
   void detach(BlockIndex index);
   // Drops one that became the caller's. Throws std::invalid_argument if there is none.
   void release_detached(BlockHandle handle);
+  // How many of a block's references callers hold, not tables.
+  std::uint32_t num_detached(BlockIndex index) const {
+    const auto found = detached_.find(index);
+    return found == detached_.end() ? 0 : found->second;
+  }
+
+  // Starts to load the slot of the index into which a block with the hash will go.
+  void prefetch_slot(std::size_t type_id, const Digest& digest) const {
+    indexes_[type_id]->prefetch_slot(digest);
+  }
 
   bool can_cache(BlockIndex index) const {
     return block(index).ref_cnt > 0 && !block(index).is_cached();
   }
 
-  // Enters a referenced block as holding the last tokens of a prefix of `num_tokens`.
-  void cache(BlockIndex index, const Digest& digest, std::uint32_t num_tokens);
+  // Enters a referenced block as holding the last tokens of the prefix that has the hash.
+  void cache(BlockIndex index, const Digest& digest);
   // Takes every block that holds one of the ids out of the prefix cache. Looks at all blocks.
   void evict(const std::vector<std::int64_t>& physical_ids);
   // Empties the prefix cache. Looks at all blocks.
   void clear_cache();
 
-  // The blocks of the longest prefix of at most `num_blocks` whose blocks are all cached.
-  // `digest_at(i)` is the hash at the end of the type's i-th block.
-  template <typename DigestAt>
+  // The blocks of the longest prefix of at most `num_blocks`, a multiple of `alignment`, whose blocks
+  // are all cached. `hashes(i)` is the hash at the end of the type's i-th block.
+  template <typename Hashes>
   std::vector<BlockHandle> find_prefix(std::size_t type_id, std::size_t num_blocks,
-                                       const DigestAt& digest_at) const {
+                                       std::size_t alignment, const Hashes& hashes) const {
     std::vector<BlockHandle> found;
     found.reserve(num_blocks);
+    Lookups lookups(*indexes_[type_id], hashes, num_blocks, Lookups<Hashes>::kForward);
     for (std::size_t i = 0; i < num_blocks; ++i) {
-      // Slots lie anywhere in memory: several are fetched at a time.
-      if (i + kAhead < num_blocks) indexes_[type_id]->prefetch(digest_at(i + kAhead));
-      const BlockIndex index = indexes_[type_id]->find(digest_at(i));
+      const BlockIndex index = lookups.next();
       if (index == kNullBlock) break;
       found.push_back(handle(index));
     }
+    found.resize(found.size() / alignment * alignment);
     return found;
   }
 
@@ -105,30 +123,26 @@ class BlockPool {
   //
   // Ends are tried from the right. A miss rules out every end whose last blocks it is among, so
   // each block is looked up at most once.
-  template <typename DigestAt>
+  template <typename Hashes>
   std::vector<BlockHandle> find_last_run(std::size_t type_id, std::size_t num_blocks,
                                          std::size_t length, std::size_t alignment,
-                                         const DigestAt& digest_at) const {
-    std::vector<BlockHandle> run;  // from the right
-    std::size_t end = num_blocks / alignment * alignment;
-    while (end > 0) {
-      const std::size_t first = end > length ? end - length : 0;
-      run.clear();
-      std::size_t i = end;
-      while (i > first) {
-        const BlockIndex index = indexes_[type_id]->find(digest_at(i - 1));
-        if (index == kNullBlock) break;
-        run.push_back(handle(index));
-        --i;
+                                         const Hashes& hashes) const {
+    std::vector<BlockHandle> found(num_blocks / alignment * alignment);
+    std::size_t i = found.size();  // the next to be looked up is the one before
+    Lookups lookups(*indexes_[type_id], hashes, i, Lookups<Hashes>::kBackward);
+    while (!found.empty()) {
+      const std::size_t first = found.size() > length ? found.size() - length : 0;
+      bool all = true;
+      while (all && i > first) {
+        const BlockIndex index = lookups.next();
+        all = index != kNullBlock;
+        found[--i] = handle(index);
       }
-      if (i == first) {
-        std::vector<BlockHandle> found(first);
-        found.insert(found.end(), run.rbegin(), run.rend());
-        return found;
-      }
-      end = (i - 1) / alignment * alignment;
+      if (all) break;
+      found.resize(i / alignment * alignment);
+      for (; i > found.size(); --i) lookups.next();
     }
-    return {};
+    return found;
   }
 
   // Evictions since the last call, as type and hash; recorded only if the pool was asked to.
@@ -139,8 +153,6 @@ class BlockPool {
   std::vector<BlockIndex> evictable_blocks() const;
 
  private:
-  static constexpr std::size_t kAhead = 8;
-
   Block& at(BlockIndex index) { return blocks_[static_cast<std::size_t>(index)]; }
   void uncache(BlockIndex index);
   void make_evictable(BlockIndex index);
@@ -160,6 +172,7 @@ class BlockPool {
   EvictionOrder evictable_;
   std::size_t num_evictable_ids_ = 0;
   std::int64_t num_evicted_ids_ = 0;
+  std::unordered_map<BlockIndex, std::uint32_t> detached_;
   std::vector<std::pair<std::size_t, Digest>> evictions_;
 };
 

@@ -34,23 +34,19 @@ void BlockTable::allocate(std::int64_t num_blocks) {
   for (std::int64_t i = 0; i < num_blocks; ++i) blocks_.push_back(pool_->allocate(type_id_));
 }
 
-void BlockTable::adopt(const BlockList& hit, std::int64_t num_skipped) {
+void BlockTable::check_adoptable(const BlockList& hit) const {
   if (!blocks_.empty()) throw std::invalid_argument("the request already holds KV cache blocks");
-  if (num_skipped < 0) {
-    throw std::invalid_argument("num_skipped is " + std::to_string(num_skipped) +
-                                "; accepted are values of 0 and above");
-  }
-  if (hit.pool != pool_ || hit.type_id != type_id_) {
-    throw std::invalid_argument("the prefix hit is of another pool or attention type");
-  }
   for (const BlockHandle& handle : hit.blocks) pool_->checked(handle);
-  const std::size_t skipped = static_cast<std::size_t>(num_skipped);
-  blocks_.assign(skipped, kNullBlock);
-  for (std::size_t i = skipped; i < hit.blocks.size(); ++i) {
+}
+
+void BlockTable::adopt(const BlockList& hit, std::size_t num_skipped) {
+  blocks_.reserve(hit.blocks.size() + 1);
+  blocks_.assign(num_skipped, kNullBlock);
+  for (std::size_t i = num_skipped; i < hit.blocks.size(); ++i) {
     pool_->touch(hit.blocks[i].index);
     blocks_.push_back(hit.blocks[i].index);
   }
-  num_released_ = skipped;
+  num_released_ = num_skipped;
   num_cached_ = blocks_.size();
 }
 
@@ -95,10 +91,9 @@ std::vector<BlockHandle> BlockTable::handles(std::int64_t begin, std::int64_t en
 }
 
 std::int64_t BlockTable::num_cached_tokens() const {
-  for (auto index = blocks_.rbegin(); index != blocks_.rend(); ++index) {
-    if (pool_->block(*index).is_cached()) return pool_->block(*index).num_tokens;
-  }
-  return 0;
+  std::size_t end = size();
+  while (end > 0 && !pool_->block(blocks_[end - 1]).is_cached()) --end;
+  return static_cast<std::int64_t>(end) * pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
 }
 
 }  // namespace hybrid_kv

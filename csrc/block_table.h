@@ -41,10 +41,12 @@ class BlockTable {
   // Appends new blocks. Throws std::invalid_argument, with nothing changed, if too few are free.
   void allocate(std::int64_t num_blocks);
 
-  // Starts the table with a prefix hit, of which the first `num_skipped` blocks are not needed.
-  // Throws std::invalid_argument, with nothing changed, if the table is not empty, or if a
-  // block of the hit was evicted since the lookup.
-  void adopt(const BlockList& hit, std::int64_t num_skipped);
+  // Throws std::invalid_argument if the table is not empty, or if a block of the hit was evicted
+  // since the lookup.
+  void check_adoptable(const BlockList& hit) const;
+  // Starts the table with a prefix hit, of which the first `num_skipped` blocks are not needed;
+  // needs check_adoptable().
+  void adopt(const BlockList& hit, std::size_t num_skipped);
 
   // Releases the blocks before `end` that are still held, so that the last of them is reused first.
   // Throws std::invalid_argument for a negative end; one past the table means all.
@@ -63,18 +65,17 @@ class BlockTable {
   template <typename DigestAt>
   void cache(std::int64_t begin, std::int64_t end, const DigestAt& digest_at) {
     check_range(begin, end);
-    const std::int64_t block_size = pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
     std::vector<Digest> digests;
+    digests.reserve(static_cast<std::size_t>(end - begin));
     for (std::int64_t i = begin; i < end; ++i) {
       digests.push_back(digest_at(static_cast<std::size_t>(i)));
       const BlockIndex index = blocks_[static_cast<std::size_t>(i)];
       if (index != kNullBlock && !pool_->can_cache(index)) throw_cached_already(i);
     }
-    for (std::int64_t i = begin; i < end; ++i) {
-      const BlockIndex index = blocks_[static_cast<std::size_t>(i)];
-      if (index == kNullBlock) continue;
-      pool_->cache(index, digests[static_cast<std::size_t>(i - begin)],
-                   static_cast<std::uint32_t>((i + 1) * block_size));
+    for (std::size_t i = 0; i < digests.size(); ++i) {
+      if (i + kAhead < digests.size()) pool_->prefetch_slot(type_id_, digests[i + kAhead]);
+      const BlockIndex index = blocks_[static_cast<std::size_t>(begin) + i];
+      if (index != kNullBlock) pool_->cache(index, digests[i]);
     }
     num_cached_ = std::max(num_cached_, static_cast<std::size_t>(end));
   }
@@ -86,11 +87,10 @@ class BlockTable {
            pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
   }
 
-  // Logical blocks that are missing for `num_tokens` slots, after `num_hits` were adopted.
-  std::int64_t num_missing(std::int64_t num_tokens, std::size_t num_hits = 0) const {
-    const std::int64_t block_size = pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
-    const std::int64_t num_blocks = num_tokens / block_size + (num_tokens % block_size > 0);
-    return std::max<std::int64_t>(num_blocks - static_cast<std::int64_t>(size() + num_hits), 0);
+  // Logical blocks that are missing for `num_tokens` slots.
+  std::int64_t num_missing(std::int64_t num_tokens) const {
+    const std::int64_t num_blocks = pool_->num_blocks_for(type_id_, num_tokens);
+    return std::max<std::int64_t>(num_blocks - static_cast<std::int64_t>(size()), 0);
   }
 
   // Blocks [begin, end) as handles.

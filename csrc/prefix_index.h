@@ -27,9 +27,12 @@ class PrefixIndex {
   // The oldest block with the digest; kNullBlock if there is none.
   BlockIndex find(const Digest& digest) const;
 
-  // Starts to load what find() will read first.
-  void prefetch(const Digest& digest) const {
+  // Starts to load what find() will read first, and, once that is there, what it will read then.
+  void prefetch_slot(const Digest& digest) const {
     __builtin_prefetch(&slots_[digest.hash() & mask_]);
+  }
+  void prefetch_block(const Digest& digest) const {
+    __builtin_prefetch(&at(slots_[digest.hash() & mask_].block));
   }
 
   void insert(BlockIndex index);

@@ -66,18 +66,104 @@ std::vector<BlockTable*> to_tables(const PyPool& pool, nb::handle tables) {
 }
 
 // No sequence is longer; within it no number of physical ids overflows.
+constexpr std::int64_t kMaxTokens = std::numeric_limits<std::uint32_t>::max();
+
 std::int64_t to_num_tokens(nb::handle value) {
-  constexpr std::size_t kMax = std::numeric_limits<std::uint32_t>::max();
-  const std::size_t number = to_count("num_tokens", value, 0);
-  if (number > kMax) {
+  const std::int64_t number = static_cast<std::int64_t>(to_count("num_tokens", value, 0));
+  if (number > kMaxTokens) {
     throw std::invalid_argument("num_tokens is " + std::to_string(number) + "; accepted are values up to " +
-                                std::to_string(kMax));
+                                std::to_string(kMaxTokens));
   }
-  return static_cast<std::int64_t>(number);
+  return number;
 }
 
-std::int64_t num_groups(const PyPool& pool, const BlockTable& table) {
-  return static_cast<std::int64_t>(pool.pool->num_groups(table.type_id()));
+std::int64_t num_groups(const PyPool& pool, std::size_t type_id) {
+  return static_cast<std::int64_t>(pool.pool->num_groups(type_id));
+}
+
+// A prefix hit in one attention type, of which the first `num_skipped` blocks are not needed.
+struct TypeHit {
+  const BlockList* blocks;
+  std::int64_t num_skipped;
+};
+
+// One for each type, from two tuples. Python holds the lists meanwhile.
+std::vector<TypeHit> to_hits(const PyPool& self, nb::handle hits, nb::handle num_skipped) {
+  const std::vector<std::int64_t> skipped = to_ids(num_skipped);
+  if (!PyTuple_Check(hits.ptr())) throw nb::type_error("hits must be a tuple of BlockList");
+  std::vector<TypeHit> found;
+  for (nb::handle item : nb::borrow<nb::tuple>(hits)) {
+    BlockList* list = nullptr;
+    if (!nb::try_cast(item, list, false) || list == nullptr) {
+      throw nb::type_error("hits must be a tuple of BlockList");
+    }
+    if (list->pool != self.pool) throw std::invalid_argument("a hit is of another pool");
+    if (found.size() == skipped.size()) break;
+    const std::int64_t num_skipped_blocks = skipped[found.size()];
+    if (num_skipped_blocks < 0 || num_skipped_blocks > kMaxTokens) {
+      throw std::invalid_argument("num_skipped is " + std::to_string(num_skipped_blocks) +
+                                  "; accepted are values from 0 to " + std::to_string(kMaxTokens));
+    }
+    found.push_back({list, num_skipped_blocks});
+  }
+  if (found.size() != skipped.size() || nb::len(hits) != skipped.size()) {
+    throw std::invalid_argument("there must be one hit, and one num_skipped, per attention type");
+  }
+  return found;
+}
+
+void check_same_types(const std::vector<BlockTable*>& tables, const std::vector<TypeHit>& hits) {
+  bool same = tables.size() == hits.size();
+  for (std::size_t i = 0; same && i < hits.size(); ++i) {
+    same = hits[i].blocks->type_id == tables[i]->type_id();
+  }
+  if (!same) throw std::invalid_argument("the hits and block tables are of different types");
+}
+
+std::int64_t count_evictable_ids(const PyPool& self, nb::handle hits, nb::handle num_skipped) {
+  std::int64_t num_ids = 0;
+  for (const TypeHit& hit : to_hits(self, hits, num_skipped)) {
+    std::int64_t num_blocks = 0;
+    for (std::size_t i = static_cast<std::size_t>(hit.num_skipped); i < hit.blocks->blocks.size(); ++i) {
+      self.pool->checked(hit.blocks->blocks[i]);
+      num_blocks += self.pool->is_evictable(hit.blocks->blocks[i].index);
+    }
+    num_ids += num_blocks * num_groups(self, hit.blocks->type_id);
+  }
+  return num_ids;
+}
+
+std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle num_tokens,
+                             nb::handle hits, nb::handle num_skipped, nb::handle max_blocks) {
+  const std::int64_t tokens = to_num_tokens(num_tokens);
+  std::vector<std::int64_t> most;
+  if (!max_blocks.is_none()) most = to_ids(max_blocks);
+  const std::vector<BlockTable*> found = to_tables(self, tables);
+  const std::vector<TypeHit> adopted = to_hits(self, hits, num_skipped);
+  check_same_types(found, adopted);
+  if (!most.empty() && most.size() != found.size()) {
+    throw std::invalid_argument("there must be one max_blocks per attention type");
+  }
+  std::int64_t num_ids = 0;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    std::int64_t num_blocks = self.pool->num_blocks_for(found[i]->type_id(), tokens);
+    if (!most.empty()) num_blocks = std::min(num_blocks, most[i]);
+    const std::size_t num_there = found[i]->size() + adopted[i].blocks->blocks.size();
+    num_blocks -= std::max(static_cast<std::int64_t>(num_there), adopted[i].num_skipped);
+    num_ids += std::max<std::int64_t>(num_blocks, 0) * num_groups(self, found[i]->type_id());
+  }
+  return num_ids;
+}
+
+// All types, or none if one of them refuses.
+void adopt(const PyPool& self, nb::handle tables, nb::handle hits, nb::handle num_skipped) {
+  const std::vector<BlockTable*> found = to_tables(self, tables);
+  const std::vector<TypeHit> adopted = to_hits(self, hits, num_skipped);
+  check_same_types(found, adopted);
+  for (std::size_t i = 0; i < found.size(); ++i) found[i]->check_adoptable(*adopted[i].blocks);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    found[i]->adopt(*adopted[i].blocks, static_cast<std::size_t>(adopted[i].num_skipped));
+  }
 }
 
 // Tokens for which every type has slots; -1 for a model without any type.
@@ -98,7 +184,7 @@ nb::object allocate(const PyPool& self, nb::handle tables, nb::handle num_tokens
   const std::vector<BlockTable*> found = to_tables(self, tables);
   std::int64_t missing = 0;
   for (const BlockTable* table : found) {
-    missing += table->num_missing(tokens) * num_groups(self, *table);
+    missing += table->num_missing(tokens) * num_groups(self, table->type_id());
   }
   const std::int64_t num_free = static_cast<std::int64_t>(self.pool->num_free());
   if (kept > num_free || missing > num_free - kept) return nb::none();
@@ -143,15 +229,18 @@ void bind_block_pool(nb::module_& m) {
            },
            nb::arg("type_id"), "No blocks.")
       .def("find_prefix",
-           [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks) {
+           [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
+              nb::handle alignment) {
              const std::size_t type = to_type(*self.pool, type_id);
              const std::size_t most = to_count("max_blocks", max_blocks, 0);
+             const std::size_t unit = to_count("alignment", alignment, 1);
              const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
              const std::size_t n = std::min(most, hashes.num_blocks());
-             return BlockList{self.pool, type, self.pool->find_prefix(type, n, hashes)};
+             return BlockList{self.pool, type, self.pool->find_prefix(type, n, unit, hashes)};
            },
-           nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"),
-           "The blocks of the longest prefix, of at most `max_blocks`, that are all cached.")
+           nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"), nb::arg("alignment") = 1,
+           "The blocks of the longest prefix, of at most `max_blocks` and a multiple of `alignment`,\n"
+           "that are all cached.")
       .def("find_last_run",
            [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
               nb::handle length, nb::handle alignment) {
@@ -168,29 +257,13 @@ void bind_block_pool(nb::module_& m) {
            nb::arg("alignment"),
            "The longest prefix, of at most `max_blocks` and a multiple of `alignment`, whose last\n"
            "`length` blocks are cached; null blocks stand for those before.")
-      .def("num_missing_ids",
-           [](const PyPool& self, nb::handle tables, nb::handle num_tokens, nb::tuple hits) {
-             const std::int64_t tokens = to_num_tokens(num_tokens);
-             const std::vector<BlockTable*> found = to_tables(self, tables);
-             if (hits.size() != found.size()) {
-               throw std::invalid_argument("there must be one list of hits per block table");
-             }
-             std::int64_t num_ids = 0;
-             for (std::size_t i = 0; i < found.size(); ++i) {
-               BlockList* hit = nullptr;
-               if (!nb::try_cast(hits[i], hit, false) || hit == nullptr) {
-                 throw nb::type_error("hits must be a tuple of BlockList");
-               }
-               if (hit->type_id != found[i]->type_id() || hit->pool != self.pool) {
-                 throw std::invalid_argument("the hits and block tables are of different types");
-               }
-               num_ids += found[i]->num_missing(tokens, hit->blocks.size()) *
-                          num_groups(self, *found[i]);
-             }
-             return num_ids;
-           },
-           nb::arg("tables"), nb::arg("num_tokens"), nb::arg("hits"),
-           "Physical ids that a request's tables still need for `num_tokens` slots in every type.")
+      .def("count_evictable_ids", &count_evictable_ids, nb::arg("hits"), nb::arg("num_skipped"),
+           "Physical ids of a hit that nobody references, without the skipped blocks of each type.")
+      .def("num_missing_ids", &num_missing_ids, nb::arg("tables"), nb::arg("num_tokens"),
+           nb::arg("hits"), nb::arg("num_skipped"), nb::arg("max_blocks") = nb::none(),
+           "Physical ids that tables need, after adopting hits, for `num_tokens` slots in every type.")
+      .def("adopt", &adopt, nb::arg("tables"), nb::arg("hits"), nb::arg("num_skipped"),
+           "Start a request's tables with a prefix hit; nothing changes if one type refuses.")
       .def("num_slots", &num_slots, nb::arg("tables"),
            "Tokens for which a request has slots in every type; -1 for a model without types.")
       .def("allocate", &allocate, nb::arg("tables"), nb::arg("num_tokens"), nb::arg("num_kept") = 0,

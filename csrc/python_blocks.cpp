@@ -74,7 +74,7 @@ std::string describe(const BlockView& view) {
   }
   const Block& block = view.block();
   const std::string state = block.is_cached()
-                                ? "cached at " + std::to_string(block.num_tokens) + " tokens"
+                                ? "cached"
                                 : "not cached";
   return type + "ids " + nb::cast<std::string>(nb::repr(ids_of(view))) + ", ref_cnt " +
          std::to_string(block.ref_cnt) + ", " + state + ")";
@@ -93,11 +93,13 @@ void bind_view(nb::module_& m) {
       .def_prop_ro("block_ids", &ids_of, "The physical id for each of the type's groups.")
       .def_prop_ro("ref_cnt", [](const BlockView& self) { return self.block().ref_cnt; },
                    "How many block tables (or detached lists) hold the block.")
-      .def_prop_ro("num_detached", [](const BlockView& self) { return self.block().num_detached; },
+      .def_prop_ro("num_detached",
+                   [](const BlockView& self) {
+                     self.block();
+                     return self.pool->num_detached(self.handle.index);
+                   },
                    "How many of the references callers hold, after `BlockTable.detach`.")
       .def_prop_ro("block_hash", &hash_of, "Its hash while it is in the prefix index, or None.")
-      .def_prop_ro("num_tokens", [](const BlockView& self) { return self.block().num_tokens; },
-                   "Length in tokens of the prefix that `block_hash` stands for.")
       .def("__repr__", &describe)
       .def("__hash__",
            [](const BlockView& self) {
@@ -138,16 +140,6 @@ void bind_list(nb::module_& m) {
              sum.blocks.insert(sum.blocks.end(), other.blocks.begin(), other.blocks.end());
              return sum;
            })
-      .def("num_evictable",
-           [](const BlockList& self, nb::handle start) {
-             std::int64_t count = 0;
-             for (std::size_t i = to_count("start", start, 0); i < self.blocks.size(); ++i) {
-               self.pool->checked(self.blocks[i]);
-               count += self.pool->is_evictable(self.blocks[i].index);
-             }
-             return count;
-           },
-           nb::arg("start"), "How many of the blocks from index `start` on nobody references.")
       .def("block_ids", &block_ids, "Physical ids: one list per group of the type.");
 }
 
@@ -159,12 +151,6 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("num_released", &BlockTable::num_released)
       .def_prop_rw("num_cached", &BlockTable::num_cached,
                    [](BlockTable& self, nb::handle end) { self.set_num_cached(to_int64(end)); })
-      .def("adopt",
-           [](BlockTable& self, const BlockList& hit, nb::handle num_skipped) {
-             self.adopt(hit, to_int64(num_skipped));
-           },
-           nb::arg("hit"), nb::arg("num_skipped"),
-           "Start the table with a prefix hit, referenced but for its first `num_skipped` blocks.")
       .def("release_before",
            [](BlockTable& self, nb::handle end) { return self.release_before(to_int64(end)); },
            nb::arg("end"), "Release the blocks before index `end`; the null block takes their place.\n"

@@ -33,6 +33,7 @@ BLOCKS = "kv_cache_blocks.py"
 NATIVE_POOL = "csrc/block_pool.cpp"
 NATIVE_SEARCH = "csrc/block_pool.h"
 NATIVE_TABLE = "csrc/block_table.cpp"
+NATIVE_ADOPTION = "csrc/python_block_pool.cpp"
 NATIVE_CACHE = "csrc/block_table.h"
 NATIVE_INDEX = "csrc/prefix_index.cpp"
 NATIVE_GATE = "csrc/step_gate.cpp"
@@ -65,19 +66,19 @@ MUTANTS = (
     Mutant(
         "a hit of a window is not checked to its beginning",
         NATIVE_SEARCH,
-        "const std::size_t first = end > length ? end - length : 0;",
-        "const std::size_t first = end > length ? end - length + 1 : 0;",
+        "const std::size_t first = found.size() > length ? found.size() - length : 0;",
+        "const std::size_t first = found.size() > length ? found.size() - length + 1 : 0;",
     ),
     Mutant(
         "hits end inside another type's block",
         WINDOW,
-        "alignment=self.settings.scheduler_block_size // self.block_size,",
+        "alignment=self.blocks_per_hit,",
         "alignment=1,",
     ),
     Mutant(
         "junctions of shared prefixes are not kept",
         COORDINATOR,
-        "boundaries.append(request.shared_prefix_boundary)",
+        "boundaries.append(request.shared_prefix_boundary // alignment * alignment)",
         "pass",
     ),
     Mutant(
@@ -89,14 +90,14 @@ MUTANTS = (
     Mutant(
         "full attention hits end at any block",
         FULL,
-        "round_down(len(hits) * self.block_size, self.settings.scheduler_block_size)",
-        "len(hits) * self.block_size",
+        "max_tokens // self.block_size, self.blocks_per_hit",
+        "max_tokens // self.block_size, 1",
     ),
     Mutant(
         "types are not asked again after one shortened the hit",
         HYBRID,
-        "or self._num_to_verify <= 1",
-        "or self._num_to_verify <= 9",
+        "or len(self._to_verify) <= 1",
+        "or len(self._to_verify) <= 9",
     ),
     Mutant(
         "no token is left to compute",
@@ -107,7 +108,7 @@ MUTANTS = (
     Mutant(
         "forget the null padding of an adopted hit",
         NATIVE_TABLE,
-        "  blocks_.assign(skipped, kNullBlock);\n",
+        "  blocks_.assign(num_skipped, kNullBlock);\n",
         "",
     ),
     Mutant(
@@ -125,11 +126,9 @@ MUTANTS = (
     ),
     Mutant(
         "allocate for one type before another's hit is adopted",
-        COORDINATOR,
-        "            manager.adopt_hits(table, hit, num_computed_tokens)\n",
-        "            manager.adopt_hits(table, hit, num_computed_tokens)\n"
-        "            num_tokens = num_computed_tokens + manager.block_size\n"
-        "            self.block_pool.allocate((table,), num_tokens)\n",
+        NATIVE_ADOPTION,
+        "(adopted[i].num_skipped));\n  }",
+        "(adopted[i].num_skipped));\n    found[i]->allocate(1);\n  }",
     ),
     Mutant(
         "a touched block stays counted as free",
@@ -200,14 +199,14 @@ MUTANTS = (
     Mutant(
         "hits that are evictable are not counted in admission",
         MANAGER,
-        "num_kept = num_evictable = coordinator.num_evictable_ids(hits, num_computed)",
-        "pass",
+        "        num_free -= self.block_pool.count_evictable_ids(hits, num_skipped)\n",
+        "",
     ),
     Mutant(
         "admission counts a window as if it kept everything",
         MANAGER,
-        "blocks, num_tokens, hits, num_computed, recycled=True",
-        "blocks, num_tokens, hits, num_computed, recycled=False",
+        "hits, num_skipped, num_free, recycled=True)",
+        "hits, num_skipped, num_free, recycled=False)",
     ),
     Mutant(
         "the watermark is ignored",

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm.v1.core.hybrid._core import BlockTable
+from vllm.v1.core.hybrid._core import BlockList, BlockTable
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.settings import CacheSettings
@@ -47,7 +47,11 @@ def allocate_cached(pool: BlockPool, type_id: int, prompt: str, num_blocks: int 
 
 
 def ids(table: BlockTable) -> list[tuple[int, ...]]:
-    return [block.block_ids for block in table.blocks()]
+    return ids_of(table.blocks())
+
+
+def ids_of(blocks: BlockList) -> list[tuple[int, ...]]:
+    return [block.block_ids for block in blocks]
 
 
 def test_a_logical_block_takes_one_id_per_group():
@@ -65,7 +69,9 @@ def test_all_types_are_allocated_for_or_none():
     pool = make_pool(num_blocks=5)
     tables = pool.new_table(FULL), pool.new_table(WINDOW)
     hits = pool.new_list(FULL), pool.new_list(WINDOW)
-    assert pool.num_missing_ids(tables, 17, hits) == 8
+    assert pool.num_missing_ids(tables, 17, hits, (0, 0)) == 8
+    assert pool.num_missing_ids(tables, 17, hits, (0, 1)) == 2 + 3
+    assert pool.num_missing_ids(tables, 17, hits, (0, 0), max_blocks=(9, 1)) == 2 + 3
     assert pool.allocate(tables, 17) is None
     assert pool.allocate(tables, 16, num_kept=1) is None
     assert (len(tables[0]), len(tables[1]), pool.get_num_free_blocks()) == (0, 0, 4)
@@ -118,10 +124,12 @@ def test_adopting_a_hit_takes_its_blocks_out_of_eviction():
     pool = make_pool(num_blocks=3)
     allocate_cached(pool, FULL, "p").free()
     hit = pool.find_prefix(FULL, hashes("p", 4), 4)
-    assert (len(hit), hit.num_evictable(0), hit.num_evictable(1)) == (1, 1, 0)
+    assert len(hit) == 1
+    assert [pool.count_evictable_ids((hit,), (skipped,)) for skipped in (0, 1)] == [1, 0]
     table = pool.new_table(FULL)
-    table.adopt(hit, 0)
-    assert (hit[0].ref_cnt, hit.num_evictable(0), pool.get_num_free_blocks()) == (1, 0, 1)
+    pool.adopt((table,), (hit,), (0,))
+    assert (hit[0].ref_cnt, pool.get_num_free_blocks()) == (1, 1)
+    assert pool.count_evictable_ids((hit,), (0,)) == 0
     other = allocate(pool, FULL, 1)
     assert set(ids(other)).isdisjoint(ids(table))
     pool.check_integrity([table, other])
@@ -132,7 +140,7 @@ def test_only_the_needed_part_of_a_hit_is_referenced():
     allocate_cached(pool, FULL, "p", 3).free()
     hit = pool.find_prefix(FULL, hashes("p", 3), 3)
     table = pool.new_table(FULL)
-    table.adopt(hit, 2)
+    pool.adopt((table,), (hit,), (2,))
     assert [block.is_null for block in table.blocks()] == [True, True, False]
     assert [block.ref_cnt for block in hit] == [0, 0, 1]
     assert (table.num_released, table.num_cached) == (2, 3)
@@ -146,11 +154,50 @@ def test_a_hit_that_was_evicted_meanwhile_is_not_adopted():
     other = allocate(pool, FULL, 1)
     table = pool.new_table(FULL)
     with pytest.raises(ValueError, match="given to others since"):
-        table.adopt(hit, 0)
+        pool.adopt((table,), (hit,), (0,))
     assert (len(table), pool.get_num_free_blocks()) == (0, 1)
     with pytest.raises(ValueError, match="given to others since"):
         hit.block_ids()
     pool.check_integrity([other])
+
+
+def test_a_hit_is_adopted_in_all_types_or_in_none():
+    pool = make_pool()
+    allocate_cached(pool, FULL, "p").free()
+    allocate_cached(pool, WINDOW, "w").free()
+    hits = pool.find_prefix(FULL, hashes("p", 1), 1), pool.find_prefix(WINDOW, hashes("w", 1), 1)
+    assert pool.count_evictable_ids(hits, (0, 0)) == 4
+    pool.evict([block_id for block in hits[1] for block_id in block.block_ids])
+    tables = pool.new_tables()
+    with pytest.raises(ValueError, match="given to others since"):
+        pool.adopt(tables, hits, (0, 0))
+    assert [len(table) for table in tables] == [0, 0]
+    assert hits[0][0].ref_cnt == 0
+    pool.check_integrity(tables)
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 3])
+@pytest.mark.parametrize("missing", [None, 0, 7, 20, 38, 39])
+def test_searches_agree_with_a_plain_one(alignment, missing):
+    """Longer than what a search loads ahead, from both ends, around a gap."""
+    pool = make_pool(num_blocks=100)
+    prompt = hashes("p", 40)
+    table = allocate(pool, FULL, 40)
+    for i in range(40):
+        if i != missing:
+            table.cache(i, i + 1, prompt)
+    for max_blocks in (0, 1, 19, 39, 40, 50):
+        n = min(max_blocks, 40)
+        cached = [i != missing for i in range(n)]
+        end = cached.index(False) if False in cached else n
+        found = pool.find_prefix(FULL, prompt, max_blocks, alignment)
+        assert ids_of(found) == ids(table)[: end // alignment * alignment]
+        for length in (1, 5, 19):
+            ends = range(n // alignment * alignment, 0, -alignment)
+            end = next((e for e in ends if all(cached[max(e - length, 0) : e])), 0)
+            run = pool.find_last_run(FULL, prompt, max_blocks, length, alignment)
+            first = max(end - length, 0)
+            assert ids_of(run) == [(0,)] * first + ids(table)[first:end]
 
 
 def test_too_large_an_allocation_takes_nothing():
@@ -167,7 +214,7 @@ def test_a_shared_block_is_released_when_its_last_holder_goes():
     pool = make_pool()
     first = allocate_cached(pool, FULL, "p")
     second = pool.new_table(FULL)
-    second.adopt(pool.find_prefix(FULL, hashes("p", 1), 1), 0)
+    pool.adopt((second,), (pool.find_prefix(FULL, hashes("p", 1), 1),), (0,))
     assert first.blocks()[0].ref_cnt == 2
     first.free()
     assert pool.get_num_free_blocks() == 11
@@ -270,7 +317,18 @@ def test_evictions_are_recorded_on_request():
         (lambda pool, table: table.cache(0, 1, [b"x" * 33]), "has 33 bytes"),
         (lambda pool, table: table.release_before(-1), "are not all in the block table"),
         (lambda pool, table: setattr(table, "num_cached", 9), "are not all in the block table"),
-        (lambda pool, table: table.adopt(pool.new_list(FULL), 0), "already holds KV cache blocks"),
+        (
+            lambda pool, table: pool.adopt((table,), (pool.new_list(FULL),), (0,)),
+            "already holds KV cache blocks",
+        ),
+        (
+            lambda pool, table: pool.adopt((pool.new_table(0),), (pool.new_list(0),), (-1,)),
+            "num_skipped is -1; accepted are values from 0 to",
+        ),
+        (
+            lambda pool, table: pool.adopt((pool.new_table(0),), (pool.new_list(0),), (1 << 40,)),
+            "num_skipped is 1099511627776",
+        ),
         (lambda pool, table: pool.new_table(2), "type_id is 2; the pool has 2"),
         (lambda pool, table: pool.new_table(-1), "type_id is -1"),
         (lambda pool, table: pool.find_prefix(0, [], -1), "max_blocks is -1"),
@@ -279,16 +337,33 @@ def test_evictions_are_recorded_on_request():
         (lambda pool, table: pool.allocate((table, table), 64), "each once"),
         (lambda pool, table: pool.allocate((table,), -1), "num_tokens is -1"),
         (lambda pool, table: pool.allocate((table,), 1 << 40), "accepted are values up to"),
-        (lambda pool, table: pool.num_missing_ids((table,), 9, ()), "one list of hits per block"),
+        (lambda pool, table: pool.find_prefix(0, [], 1, 0), "alignment is 0"),
         (
-            lambda pool, table: pool.num_missing_ids((table,), 9, (pool.new_list(WINDOW),)),
+            lambda pool, table: pool.num_missing_ids((table,), 9, (), (0,)),
+            "one hit, and one num_skipped, per attention type",
+        ),
+        (
+            lambda pool, table: pool.num_missing_ids((table,), 9, (pool.new_list(0),), (0, 0)),
+            "one hit, and one num_skipped, per attention type",
+        ),
+        (
+            lambda pool, table: pool.num_missing_ids(
+                (table,), 9, (pool.new_list(0),), (0,), (1, 1)
+            ),
+            "one max_blocks per attention type",
+        ),
+        (
+            lambda pool, table: pool.num_missing_ids((table,), 9, (pool.new_list(WINDOW),), (0,)),
             "are of different types",
         ),
         (
-            lambda pool, table: make_pool().new_table(0).adopt(table.blocks(), 0),
-            "of another pool or attention type",
+            lambda pool, table: make_pool().count_evictable_ids((table.blocks(),), (0,)),
+            "of another pool",
         ),
-        (lambda pool, table: pool.new_table(1).adopt(table.blocks(), 0), "of another pool or att"),
+        (
+            lambda pool, table: pool.adopt((pool.new_table(1),), (table.blocks(),), (0,)),
+            "are of different types",
+        ),
         (lambda pool, table: pool.new_list(0) + pool.new_list(1), "different pools or attention"),
     ],
 )
@@ -342,7 +417,8 @@ def test_a_table_that_is_dropped_releases_its_blocks():
 def test_what_is_no_tuple_of_tables_is_refused(tables):
     pool = make_pool()
     for use in (
-        lambda: pool.num_missing_ids(tables, 5, ()),
+        lambda: pool.num_missing_ids(tables, 5, (), ()),
+        lambda: pool.adopt(tables, (), ()),
         lambda: pool.num_slots(tables),
         lambda: pool.allocate(tables, 5),
     ):

@@ -114,11 +114,11 @@ def test_unequal_block_sizes_hit_at_common_boundaries():
     ("retention", "boundaries", "expected"),
     [
         # Window of two blocks of 16; hits end at multiples of 64.
-        (None, [99], [2, 3, 6, 7]),
-        (0, [99], [2, 3]),
-        (0, [139, 70], [2, 3, 6, 7]),
-        (128, [70], [2, 3, 6, 7]),
-        (128, [10], [6, 7]),
+        (None, [64], [2, 3, 6, 7]),
+        (0, [64], [2, 3]),
+        (0, [128, 64], [2, 3, 6, 7]),
+        (128, [64], [2, 3, 6, 7]),
+        (128, [0], [6, 7]),
     ],
 )
 def test_sliding_window_caches_what_can_serve_a_hit(retention, boundaries, expected):

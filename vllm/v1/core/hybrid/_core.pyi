@@ -34,10 +34,6 @@ class GroupedKVCacheBlock:
     def block_hash(self) -> bytes | None:
         """Prefix-cache hash while the block is in its type's prefix index."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Length in tokens of the prefix that ``block_hash`` stands for."""
-
     def __hash__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
 
@@ -136,12 +132,40 @@ class BlockPool:
     def get_num_free_blocks(self) -> int:
         """Number of physical ids that can be allocated: blank and evictable ones."""
 
+    def count_evictable_ids(self, hits: tuple[BlockList, ...], num_skipped: Sequence[int]) -> int:
+        """Physical ids of a hit that count as free until it is adopted.
+
+        Without the first ``num_skipped`` blocks of each type, which are not needed.
+        """
+
     def num_missing_ids(
-        self, tables: tuple[BlockTable, ...], num_tokens: int, hits: tuple[BlockList, ...]
+        self,
+        tables: tuple[BlockTable, ...],
+        num_tokens: int,
+        hits: tuple[BlockList, ...],
+        num_skipped: Sequence[int],
+        max_blocks: Sequence[int] | None = None,
     ) -> int:
         """Physical ids that a request still needs for ``num_tokens`` slots in every type.
 
-        ``hits`` are still to be adopted.
+        ``hits`` are still to be adopted, without the first ``num_skipped`` blocks of each
+        type. With ``max_blocks``, no type counts more than so many logical blocks.
+        """
+
+    def adopt(
+        self,
+        tables: tuple[BlockTable, ...],
+        hits: tuple[BlockList, ...],
+        num_skipped: Sequence[int],
+    ) -> None:
+        """Start a request's tables with a prefix hit, and reference its blocks.
+
+        The first ``num_skipped`` blocks of each type are not needed: null blocks take their
+        place.
+
+        Raises:
+            ValueError: with nothing changed, if a table is not empty, or a block of the hit
+                was evicted since the lookup.
         """
 
     def num_slots(self, tables: tuple[BlockTable, ...]) -> int:
@@ -157,11 +181,12 @@ class BlockPool:
         """
 
     def find_prefix(
-        self, type_id: int, block_hashes: Sequence[bytes], max_blocks: int
+        self, type_id: int, block_hashes: Sequence[bytes], max_blocks: int, alignment: int = 1
     ) -> BlockList:
-        """The blocks of the longest prefix, of at most ``max_blocks``, that are all cached.
+        """The blocks of the longest prefix that are all cached.
 
-        ``block_hashes`` is a list, as in `BlockTable.cache`.
+        Of at most ``max_blocks``, and of a multiple of ``alignment``. ``block_hashes`` is a
+        list, as in `BlockTable.cache`.
         """
 
     def find_last_run(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's view of the KV cache, with the contract of base vLLM 0.32's manager."""
 
+from collections.abc import Sequence
+
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.hybrid._core import (
@@ -157,7 +159,9 @@ class KVCacheManager(LeftToBase):
                 span = range(len(blocks))
                 manager.report_stored(request, span, span)
         junction = hit.num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
-        return self._kv_cache_blocks(hit.blocks), hit.num_tokens, junction
+        if not hit.num_tokens:
+            return self.empty_kv_cache_blocks, 0, junction
+        return KVCacheBlocks(hit.blocks, self._group_layout), hit.num_tokens, junction
 
     def get_computed_blocks_for_connector(
         self, request: Request
@@ -265,33 +269,29 @@ class KVCacheManager(LeftToBase):
 
         coordinator, pool = self.coordinator, self.block_pool
         blocks = coordinator.blocks_of(request.request_id)
-        hits = coordinator.no_blocks
         num_computed = request.num_computed_tokens + num_new_computed_tokens
         # Free blocks that are not there to be allocated.
-        num_kept = num_evictable = 0
-        if new_computed_blocks is not None and any(map(len, new_computed_blocks.blocks)):
-            hits = new_computed_blocks.blocks
-            num_kept = num_evictable = coordinator.num_evictable_ids(hits, num_computed)
+        num_kept = reserved_blocks
         if self.watermark_blocks and has_scheduled_reqs and request.status in NEWCOMERS:
             num_kept += self.watermark_blocks
 
-        if full_sequence_must_fit:
-            num_tokens = min(request.num_tokens, self.max_model_len)
-            num_blocks = coordinator.num_physical_blocks_needed(
-                blocks, num_tokens, hits, num_computed, recycled=True
-            )
-            if num_blocks > pool.get_num_free_blocks() - num_kept:
-                return None
-        num_kept += reserved_blocks
-        if hits is not coordinator.no_blocks:
+        if full_sequence_must_fit or num_new_computed_tokens:
+            hits = coordinator.no_blocks
+            if new_computed_blocks is not None:
+                hits = new_computed_blocks.blocks
+            num_skipped = coordinator.num_skipped_blocks(num_computed)
             num_tokens = num_computed + num_new_tokens + num_lookahead_tokens
-            num_blocks = coordinator.num_physical_blocks_needed(
-                blocks, min(num_tokens, self.max_model_len), hits, num_computed
-            )
-            if num_blocks > pool.get_num_free_blocks() - num_kept:
+            num_free = pool.get_num_free_blocks() - num_kept
+            if not self._fits(blocks, num_tokens, hits, num_skipped, num_free):
                 return None
-            num_kept -= num_evictable
-            coordinator.adopt_hits(blocks, hits, num_computed)
+            if full_sequence_must_fit:
+                num_tokens = request.num_tokens
+                num_free += reserved_blocks
+                if not self._fits(blocks, num_tokens, hits, num_skipped, num_free, recycled=True):
+                    return None
+            if num_new_computed_tokens:
+                # All types before any allocates: that must not evict another type's hit.
+                pool.adopt(blocks.tables, hits, num_skipped)
         return self._advance(
             request,
             num_new_tokens,
@@ -300,6 +300,26 @@ class KVCacheManager(LeftToBase):
             blocks,
             num_kept,
             delay_cache_blocks,
+        )
+
+    def _fits(
+        self,
+        blocks: RequestBlocks,
+        num_tokens: int,
+        hits: BlocksByType,
+        num_skipped: Sequence[int],
+        num_free: int,
+        recycled: bool = False,
+    ) -> bool:
+        """Whether ``num_free`` blocks are enough to adopt ``hits`` and have so many slots."""
+        coordinator = self.coordinator
+        # A hit only saves blocks: where there is room without it, nothing has to be counted.
+        if coordinator.max_physical_blocks(num_tokens) <= num_free:
+            return True
+        num_free -= self.block_pool.count_evictable_ids(hits, num_skipped)
+        num_tokens = min(num_tokens, self.max_model_len)
+        return num_free >= coordinator.num_physical_blocks_needed(
+            blocks, num_tokens, hits, num_skipped, recycled
         )
 
     def _advance(
@@ -335,7 +355,7 @@ class KVCacheManager(LeftToBase):
             allocated = coordinator.allocate(request.request_id, blocks, num_tokens, num_kept)
             if allocated is None:
                 return None
-            new_blocks = self._kv_cache_blocks(allocated)
+            new_blocks = KVCacheBlocks(allocated, self._group_layout)
         elif num_kept and num_kept > self.block_pool.get_num_free_blocks():
             return None
         if delay_cache_blocks:

@@ -86,6 +86,8 @@ class KVCacheCoordinator(ABC):
         self.retention_interval = settings.retention_interval
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
+        self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
+        self._most_blocks = tuple(m.max_blocks_per_request for m in self.managers)
         self._caching = self.managers if settings.enable_caching else ()
         self._releasing = tuple(m for m in self.managers if m.releases)
         self._records_new_blocks = any(m.records_new_block_ids for m in self.managers)
@@ -106,30 +108,25 @@ class KVCacheCoordinator(ABC):
         blocks: RequestBlocks,
         num_tokens: int,
         hits: BlocksByType,
-        num_computed_tokens: int,
+        num_skipped: Sequence[int],
         recycled: bool = False,
     ) -> int:
         """Physical blocks to allocate, after adopting ``hits``, for ``num_tokens`` slots.
 
         With ``recycled``, a type that releases blocks on the way counts no more than it
-        ever holds at once (`SingleTypeKVCacheManager.num_new_blocks`).
+        ever holds at once.
         """
-        if not recycled:
-            return self.block_pool.num_missing_ids(blocks.tables, num_tokens, hits)
-        num_blocks = 0
-        for manager, table, hit in zip(self.managers, blocks.tables, hits, strict=True):
-            num_blocks += manager.num_groups * manager.num_new_blocks(
-                table, num_tokens, len(hit), num_computed_tokens
-            )
-        return num_blocks
+        return self.block_pool.num_missing_ids(
+            blocks.tables, num_tokens, hits, num_skipped, self._most_blocks if recycled else None
+        )
 
-    def num_evictable_ids(self, hits: BlocksByType, num_computed_tokens: int) -> int:
-        """Physical blocks that count as free until ``hits`` are adopted."""
-        num_ids = 0
-        for manager, hit in zip(self.managers, hits, strict=True):
-            num_skipped = manager.num_skipped_tokens(num_computed_tokens) // manager.block_size
-            num_ids += manager.num_groups * hit.num_evictable(num_skipped)
-        return num_ids
+    def max_physical_blocks(self, num_tokens: int) -> int:
+        """Physical blocks that ``num_tokens`` slots never need more than, in all types together."""
+        return int(num_tokens * self._blocks_per_token) + len(self.single_type_managers)
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> list[int]:
+        """Per type, the leading blocks that no query after ``num_computed_tokens`` reads."""
+        return [m.num_skipped_tokens(num_computed_tokens) // m.block_size for m in self.managers]
 
     def get_num_blocks_to_allocate(
         self,
@@ -144,24 +141,16 @@ class KVCacheCoordinator(ABC):
         prefill_end: int = 0,
     ) -> int:
         """Physical blocks that must be free, with the name and arguments of base's callers."""
-        return self.num_evictable_ids(
-            new_computed_blocks, total_computed_tokens
+        num_skipped = self.num_skipped_blocks(total_computed_tokens)
+        return self.block_pool.count_evictable_ids(
+            new_computed_blocks, num_skipped
         ) + self.num_physical_blocks_needed(
             self.blocks_of(request_id),
             num_tokens,
             new_computed_blocks,
-            total_computed_tokens,
+            num_skipped,
             recycled=apply_admission_cap,
         )
-
-    def adopt_hits(
-        self, blocks: RequestBlocks, hits: BlocksByType, num_computed_tokens: int
-    ) -> None:
-        """Reference the hit blocks of every type, before any type allocates: an allocation
-        for one type must not evict another's hit.
-        """
-        for manager, table, hit in zip(self.managers, blocks.tables, hits, strict=True):
-            manager.adopt_hits(table, hit, num_computed_tokens)
 
     def allocate(
         self, request_id: str, blocks: RequestBlocks, num_tokens: int, num_kept: int = 0
@@ -199,10 +188,10 @@ class KVCacheCoordinator(ABC):
         """
         # A request with the same prompt leaves one token to compute, so it resumes at or
         # before the last token; one with the same prefix where the lookup saw it end.
-        boundaries = [request.num_prompt_tokens - 1]
-        if request.shared_prefix_boundary:
-            boundaries.append(request.shared_prefix_boundary)
         alignment = self.scheduler_block_size
+        boundaries = [(request.num_prompt_tokens - 1) // alignment * alignment]
+        if request.shared_prefix_boundary:
+            boundaries.append(request.shared_prefix_boundary // alignment * alignment)
         num_tokens = num_tokens // alignment * alignment
         caching = []
         for manager in blocks.caching:

@@ -28,8 +28,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             raise ValueError("HybridKVCacheCoordinator needs prefix caching to be enabled")
         super().__init__(attention_types, block_pool, settings)
         # Types whose hits can simply be cut come first: one scan bounds all others.
-        self._lookup_order = sorted(self.managers, key=lambda m: not m.downward_closed)
-        self._num_to_verify = sum(not m.downward_closed for m in self.managers)
+        self._to_cut = [m for m in self.managers if m.downward_closed]
+        self._to_verify = [m for m in self.managers if not m.downward_closed]
 
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Hit:
         """Each type in turn accepts the length so far or shortens it, until all accept.
@@ -38,25 +38,25 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         that all accept is the longest there is.
         """
         hits = list(self.no_blocks)
-        accepted: dict[int, int] = {}
-        length, longest = max_tokens, 0
+        length, longest = max_tokens, -1
+        for manager in self._to_cut:
+            hits[manager.type_id], length = manager.find_longest_hit(block_hashes, length)
+            if longest < 0:
+                longest = length  # no later answer is longer than the first
         while True:
             candidate = length
-            for manager in self._lookup_order:
-                type_id = manager.type_id
-                if manager.downward_closed and type_id in accepted:
-                    candidate = min(candidate, accepted[type_id])
-                    continue
-                hits[type_id], candidate = manager.find_longest_hit(block_hashes, candidate)
-                accepted[type_id] = candidate
-                longest = max(longest, candidate)
+            for manager in self._to_verify:
+                hits[manager.type_id], candidate = manager.find_longest_hit(block_hashes, candidate)
+                if longest < 0:
+                    longest = candidate
             # A single type to verify has just answered for the candidate.
-            converged = candidate == length or self._num_to_verify <= 1
+            converged = candidate == length or len(self._to_verify) <= 1
             length = candidate
             if converged:
                 break
-        for manager in self.managers:
+        for manager in self._to_cut:
+            hit = hits[manager.type_id]
             num_blocks = length // manager.block_size
-            if num_blocks < len(hits[manager.type_id]):
-                hits[manager.type_id] = hits[manager.type_id].truncated(num_blocks)
+            if num_blocks < len(hit):
+                hits[manager.type_id] = hit.truncated(num_blocks)
         return Hit(tuple(hits), length, longest - length)

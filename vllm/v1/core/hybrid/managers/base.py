@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import Request
 
-#: No token count reaches it: nothing will happen.
+#: No count of tokens or blocks reaches it.
 NEVER = 1 << 62
 
 
@@ -43,12 +43,14 @@ class SingleTypeKVCacheManager(ABC):
         self.kv_cache_spec = attention_type.spec
         self.block_size: int = attention_type.spec.block_size
         self.num_groups = attention_type.num_groups
+        #: Hits are multiples of so many blocks, to end where those of all types can.
+        self.blocks_per_hit = settings.scheduler_block_size // self.block_size
         self.block_pool = block_pool
         self.event_log = block_pool.event_log
         self.settings = settings
         self.no_blocks = block_pool.new_list(type_id)
-        #: Most blocks that one request holds at a time; None where it keeps all.
-        self.max_blocks_per_request: int | None = None
+        #: Most blocks that one request ever holds at a time.
+        self.max_blocks_per_request = NEVER
         self.records_new_block_ids = settings.needs_zeroing and isinstance(
             attention_type.spec, AttentionSpec
         )
@@ -77,7 +79,8 @@ class SingleTypeKVCacheManager(ABC):
         """Which of the blocks from index ``begin`` to before ``end`` can serve a hit.
 
         As ascending pairs of the same kind; the other blocks are not cached.
-        ``boundaries`` are token positions where a later request can be expected to resume.
+        ``boundaries`` are token positions, multiples of the scheduler block size, where a
+        later request can be expected to resume.
         """
         return ((begin, end),)
 
@@ -92,34 +95,6 @@ class SingleTypeKVCacheManager(ABC):
         return NEVER
 
     # What is the same for all.
-
-    def num_new_blocks(
-        self,
-        table: BlockTable,
-        num_tokens: int,
-        num_hits: int,
-        num_computed_tokens: int,
-    ) -> int:
-        """Logical blocks to allocate, after adopting ``num_hits``, for ``num_tokens`` slots.
-
-        A type that releases blocks on the way counts no more than it ever holds at once.
-        """
-        num_required = -(-num_tokens // self.block_size)
-        most = self.max_blocks_per_request
-        if most is not None and most < num_required:
-            num_required = most
-        num_there = len(table) + num_hits
-        num_skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
-        num_new = num_required - (num_there if num_there > num_skipped else num_skipped)
-        return num_new if num_new > 0 else 0
-
-    def adopt_hits(self, table: BlockTable, hits: BlockList, num_computed_tokens: int) -> None:
-        """Start a request's block table with the blocks of its prefix hit.
-
-        Raises:
-            ValueError: if the request already has blocks.
-        """
-        table.adopt(hits, self.num_skipped_tokens(num_computed_tokens) // self.block_size)
 
     def release_skipped(self, table: BlockTable, num_processed_tokens: int) -> int:
         """Release the blocks that no query after ``num_processed_tokens`` attends to.
@@ -193,6 +168,3 @@ class SingleTypeKVCacheManager(ABC):
                 assert block.type_id == self.type_id, f"{where}: block {i} is {block}"
             if block.block_hash is not None:
                 assert i < table.num_cached, f"{where}: block {i} was cached too early"
-                assert block.num_tokens == (i + 1) * self.block_size, (
-                    f"{where}: block {i} is cached for {block.num_tokens} tokens"
-                )

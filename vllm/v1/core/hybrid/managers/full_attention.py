@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from vllm.utils.math_utils import round_down
 from vllm.v1.core.hybrid._core import BlockList
 from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -20,8 +19,6 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     ) -> tuple[BlockList, int]:
         """All blocks of the prefix must be cached, up to the first miss."""
         hits = self.block_pool.find_prefix(
-            self.type_id, block_hashes, max_tokens // self.block_size
+            self.type_id, block_hashes, max_tokens // self.block_size, self.blocks_per_hit
         )
-        num_tokens = round_down(len(hits) * self.block_size, self.settings.scheduler_block_size)
-        num_blocks = num_tokens // self.block_size
-        return hits if num_blocks == len(hits) else hits.truncated(num_blocks), num_tokens
+        return hits, len(hits) * self.block_size

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from vllm.utils.math_utils import cdiv, round_down
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.hybrid._core import BlockList
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
@@ -33,6 +33,13 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self.num_tokens_before = spec.sliding_window - 1
         #: Blocks before a boundary that a request which resumes there reads.
         self.num_blocks_before = cdiv(self.num_tokens_before, self.block_size)
+        interval = settings.retention_interval
+        #: Whether the ``boundaries`` of a request are kept; dense retention has them anyway.
+        self.keeps_boundaries = interval is not None
+        #: Besides, a hit can end at each multiple of so many blocks; None: nowhere.
+        self.retention_interval = (
+            self.blocks_per_hit if interval is None else interval // self.block_size or None
+        )
         # The bound that base sizes the pool by: admission has to agree with it.
         self.max_blocks_per_request = spec.max_admission_blocks_per_request(
             max_in_flight_tokens=settings.max_in_flight_tokens,
@@ -59,7 +66,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
             max_tokens // self.block_size,
             # As in base, a window of one token also asks for one cached block.
             length=max(self.num_blocks_before, 1),
-            alignment=self.settings.scheduler_block_size // self.block_size,
+            alignment=self.blocks_per_hit,
         )
         return hits, len(hits) * self.block_size
 
@@ -71,24 +78,26 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         Dense retention keeps all such positions; a positive interval its multiples and
         the ``boundaries``; 0 the ``boundaries`` only.
         """
-        alignment, interval = self.settings.scheduler_block_size, self.settings.retention_interval
-        ends: set[int] = set()
-        if interval != 0:
-            step = (alignment if interval is None else interval) // self.block_size
-            if step <= self.num_blocks_before:
-                return ((begin, end),)
-            ends.update(range((begin // step + 1) * step, end + self.num_blocks_before, step))
+        interval = self.retention_interval
+        if interval is not None and interval <= self.num_blocks_before:
+            return ((begin, end),)
+        ends = [b // self.block_size for b in boundaries] if self.keeps_boundaries else []
         if interval is not None:
-            ends.update(round_down(b, alignment) // self.block_size for b in boundaries)
+            first = (begin // interval + 1) * interval
+            ends.extend(range(first, end + self.num_blocks_before, interval))
+        ends.sort()
         runs: list[tuple[int, int]] = []
-        for run_end in sorted(ends):
+        for run_end in ends:
             # Runs before ends that are close to each other overlap; no block is named twice.
-            run_begin = max(begin, run_end - self.num_blocks_before)
-            run_end = min(end, run_end)
-            if run_begin < run_end:
-                runs.append((run_begin, run_end))
+            run_begin = run_end - self.num_blocks_before
+            if run_begin > begin:
+                begin = run_begin
+            if run_end > end:
+                run_end = end
+            if begin < run_end:
+                runs.append((begin, run_end))
                 begin = run_end
         return runs
 
     def caches_beyond(self, num_tokens: int, boundaries: Sequence[int]) -> bool:
-        return self.settings.retention_interval != 0 or num_tokens < max(boundaries)
+        return self.retention_interval is not None or num_tokens < max(boundaries)

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstddef>
+
+#include "block.h"
+#include "prefix_index.h"
+
+namespace hybrid_kv {
+
+// Looks up one hash after the other: `hashes(i)` for each i below `num_hashes`, forward or backward.
+//
+// Hashes, slots of the index and blocks lie anywhere in memory, so each is loaded in turn some lookups
+// before it is read: the hash, then, with it, the slot, then, with that, the block.
+template <typename Hashes>
+class Lookups {
+ public:
+  enum Direction { kForward, kBackward };
+
+  Lookups(const PrefixIndex& index, const Hashes& hashes, std::size_t num_hashes, Direction direction)
+      : index_(index), hashes_(hashes), num_hashes_(num_hashes), direction_(direction) {
+    for (std::size_t n = 0; n < 3 * kStage; ++n) load_hash(n);
+    for (std::size_t n = 0; n < 2 * kStage; ++n) load_slot(n);
+    for (std::size_t n = 0; n < kStage; ++n) load_block(n);
+  }
+
+  // The block with the next hash, or the null block; at most `num_hashes` times.
+  BlockIndex next() {
+    const std::size_t n = num_done_++;
+    const BlockIndex found = index_.find(digests_[n % kRing]);
+    load_hash(n + 3 * kStage);
+    load_slot(n + 2 * kStage);
+    load_block(n + kStage);
+    return found;
+  }
+
+ private:
+  static constexpr std::size_t kStage = 6, kRing = 16;
+  static_assert(kRing >= 2 * kStage + 1);
+
+  std::size_t position(std::size_t n) const {
+    return direction_ == kForward ? n : num_hashes_ - 1 - n;
+  }
+  void load_hash(std::size_t n) const {
+    if (n < num_hashes_) hashes_.prefetch(position(n));
+  }
+  void load_slot(std::size_t n) {
+    if (n >= num_hashes_) return;
+    digests_[n % kRing] = hashes_(position(n));
+    index_.prefetch_slot(digests_[n % kRing]);
+  }
+  void load_block(std::size_t n) const {
+    if (n < num_hashes_) index_.prefetch_block(digests_[n % kRing]);
+  }
+
+  const PrefixIndex& index_;
+  const Hashes& hashes_;
+  std::size_t num_hashes_;
+  Direction direction_;
+  std::size_t num_done_ = 0;
+  std::array<Digest, kRing> digests_;
+};
+
+}  // namespace hybrid_kv
