@@ -122,7 +122,8 @@ class SingleTypeKVCacheManager(ABC):
                 blocks = table.blocks(begin)
                 stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
                 self.report_stored(request, range(begin, end), stored)
-        return self.caches_beyond(num_tokens, boundaries)
+        # As base, the event log reports spans of tokens of which nothing is stored, too.
+        return self.event_log is not None or self.caches_beyond(num_tokens, boundaries)
 
     def report_stored(self, request: Request, span: range, stored: Sequence[int]) -> None:
         """Tell the event log, which must be on, that blocks of a request are cached."""
