@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV cache manager costs: base's time over the fork's, in one process.
 
-    python benchmarks/manager.py [--groups 1 2 6 46] [--requests 256] [--json FILE]
+    python benchmarks/manager.py [--groups 1 2 6 46] [--requests 256 ...] [--json FILE]
 
 Drives both managers as base's scheduler does, with requests of 2,048 tokens. The managers take
 turns; a figure is the median over the trials, in microseconds for one request.
@@ -9,6 +9,7 @@ turns; a figure is the median over the trials, in microseconds for one request.
 
 import argparse
 import gc
+import itertools
 import statistics
 from time import perf_counter
 from typing import Any
@@ -108,21 +109,21 @@ def measure(num_groups: int, num_requests: int, trials: int) -> dict[str, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, nargs="+", default=NUM_GROUPS)
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=int, nargs="+", default=(256,))
     add_common_arguments(parser, trials=7)
     arguments = parser.parse_args()
     results = []
     rows = []
-    for num_groups in arguments.groups:
-        medians = measure(num_groups, arguments.requests, arguments.trials)
+    for num_groups, num_requests in itertools.product(arguments.groups, arguments.requests):
+        medians = measure(num_groups, num_requests, arguments.trials)
         for operation, title in OPERATIONS.items():
             ours, theirs = medians["fork"][operation], medians["base"][operation]
-            results.append(
-                {"groups": num_groups, "operation": operation, "base": theirs, "fork": ours}
-            )
+            case = {"groups": num_groups, "requests": num_requests, "operation": operation}
+            results.append(case | {"base": theirs, "fork": ours})
             rows.append(
                 (
                     f"{num_groups}",
+                    f"{num_requests}",
                     title,
                     f"{theirs * 1e6:,.2f}",
                     f"{ours * 1e6:,.2f}",
@@ -130,8 +131,8 @@ def main() -> None:
                 )
             )
     print_table(
-        f"{arguments.requests} requests of {NUM_PROMPT_TOKENS:,} tokens, us for one request",
-        ("groups", "operation", "base", "fork", "ratio"),
+        f"Requests of {NUM_PROMPT_TOKENS:,} tokens, us for one request",
+        ("groups", "requests", "operation", "base", "fork", "ratio"),
         rows,
     )
     if arguments.json:

@@ -60,12 +60,14 @@ class KVCacheBlocks:
 
         ``group_ids`` selects groups; with ``allow_none``, None instead of only empty lists.
         """
-        if group_ids is not None:
-            layout: GroupLayout = tuple(self.layout[i] for i in group_ids)
-        else:
-            layout = self.layout
-        if allow_none and not any(len(self.blocks[type_id]) for type_id, _ in layout):
+        # First the common case: most steps of most requests bring nothing new.
+        if allow_none and not any(map(len, self.blocks)):
             return None
+        layout = self.layout
+        if group_ids is not None:
+            layout = tuple(layout[i] for i in group_ids)
+            if allow_none and not any(len(self.blocks[type_id]) for type_id, _ in layout):
+                return None
         ids = {type_id: self.blocks[type_id].block_ids() for type_id in {t for t, _ in layout}}
         return tuple([ids[type_id][place] for type_id, place in layout])
 
