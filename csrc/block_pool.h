@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -102,14 +103,16 @@ class BlockPool {
   void clear_cache();
 
   // The blocks of the longest prefix of at most `num_blocks`, a multiple of `alignment`, whose blocks
-  // are all cached. `hashes(i)` is the hash at the end of the type's i-th block.
+  // from index `begin` on are all cached; null blocks stand for those before. `hashes(i)` is the hash
+  // at the end of the type's i-th block.
   template <typename Hashes>
   std::vector<BlockHandle> find_prefix(std::size_t type_id, std::size_t num_blocks,
-                                       std::size_t alignment, const Hashes& hashes) const {
-    std::vector<BlockHandle> found;
+                                       std::size_t alignment, std::size_t begin,
+                                       const Hashes& hashes) const {
+    std::vector<BlockHandle> found(std::min(begin, num_blocks));
     found.reserve(num_blocks);
-    Lookups lookups(*indexes_[type_id], hashes, num_blocks, Lookups<Hashes>::kForward);
-    for (std::size_t i = 0; i < num_blocks; ++i) {
+    Lookups lookups(*indexes_[type_id], hashes, begin, num_blocks, Lookups<Hashes>::kForward);
+    for (std::size_t i = begin; i < num_blocks; ++i) {
       const BlockIndex index = lookups.next();
       if (index == kNullBlock) break;
       found.push_back(handle(index));
@@ -129,7 +132,7 @@ class BlockPool {
                                          const Hashes& hashes) const {
     std::vector<BlockHandle> found(num_blocks / alignment * alignment);
     std::size_t i = found.size();  // the next to be looked up is the one before
-    Lookups lookups(*indexes_[type_id], hashes, i, Lookups<Hashes>::kBackward);
+    Lookups lookups(*indexes_[type_id], hashes, 0, i, Lookups<Hashes>::kBackward);
     while (!found.empty()) {
       const std::size_t first = found.size() > length ? found.size() - length : 0;
       bool all = true;

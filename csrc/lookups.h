@@ -9,7 +9,7 @@
 
 namespace hybrid_kv {
 
-// Looks up one hash after the other: `hashes(i)` for each i below `num_hashes`, forward or backward.
+// Looks up one hash after the other: `hashes(i)` for each i from `begin` to before `end`, or backward.
 //
 // Hashes, slots of the index and blocks lie anywhere in memory, so each is loaded in turn some lookups
 // before it is read: the hash, then, with it, the slot, then, with that, the block.
@@ -18,14 +18,19 @@ class Lookups {
  public:
   enum Direction { kForward, kBackward };
 
-  Lookups(const PrefixIndex& index, const Hashes& hashes, std::size_t num_hashes, Direction direction)
-      : index_(index), hashes_(hashes), num_hashes_(num_hashes), direction_(direction) {
+  Lookups(const PrefixIndex& index, const Hashes& hashes, std::size_t begin, std::size_t end,
+          Direction direction)
+      : index_(index),
+        hashes_(hashes),
+        begin_(begin),
+        num_hashes_(end > begin ? end - begin : 0),
+        direction_(direction) {
     for (std::size_t n = 0; n < 3 * kStage; ++n) load_hash(n);
     for (std::size_t n = 0; n < 2 * kStage; ++n) load_slot(n);
     for (std::size_t n = 0; n < kStage; ++n) load_block(n);
   }
 
-  // The block with the next hash, or the null block; at most `num_hashes` times.
+  // The block with the next hash, or the null block; at most once for each.
   BlockIndex next() {
     const std::size_t n = num_done_++;
     const BlockIndex found = index_.find(digests_[n % kRing]);
@@ -40,7 +45,7 @@ class Lookups {
   static_assert(kRing >= 2 * kStage + 1);
 
   std::size_t position(std::size_t n) const {
-    return direction_ == kForward ? n : num_hashes_ - 1 - n;
+    return begin_ + (direction_ == kForward ? n : num_hashes_ - 1 - n);
   }
   void load_hash(std::size_t n) const {
     if (n < num_hashes_) hashes_.prefetch(position(n));
@@ -56,7 +61,7 @@ class Lookups {
 
   const PrefixIndex& index_;
   const Hashes& hashes_;
-  std::size_t num_hashes_;
+  std::size_t begin_, num_hashes_;
   Direction direction_;
   std::size_t num_done_ = 0;
   std::array<Digest, kRing> digests_;

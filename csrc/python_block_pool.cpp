@@ -230,17 +230,18 @@ void bind_block_pool(nb::module_& m) {
            nb::arg("type_id"), "No blocks.")
       .def("find_prefix",
            [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
-              nb::handle alignment) {
+              nb::handle alignment, nb::handle begin) {
              const std::size_t type = to_type(*self.pool, type_id);
              const std::size_t most = to_count("max_blocks", max_blocks, 0);
              const std::size_t unit = to_count("alignment", alignment, 1);
+             const std::size_t first = to_count("begin", begin, 0);
              const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
              const std::size_t n = std::min(most, hashes.num_blocks());
-             return BlockList{self.pool, type, self.pool->find_prefix(type, n, unit, hashes)};
+             return BlockList{self.pool, type, self.pool->find_prefix(type, n, unit, first, hashes)};
            },
-           nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"), nb::arg("alignment") = 1,
+           nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"), nb::arg("alignment") = 1, nb::arg("begin") = 0,
            "The blocks of the longest prefix, of at most `max_blocks` and a multiple of `alignment`,\n"
-           "that are all cached.")
+           "that are all cached from index `begin` on; null blocks stand for those before.")
       .def("find_last_run",
            [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
               nb::handle length, nb::handle alignment) {

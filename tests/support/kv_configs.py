@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -32,10 +33,10 @@ class AttentionKind:
     blocks for zeroing.
     """
 
-    kind: str  # "full", "mla" or "sliding"
+    kind: str  # "full", "mla", "sliding" or "chunked"
     block_size: int
     groups: int = 1
-    window: int | None = None
+    window: int | None = None  # of chunked local attention, the chunk
     variant: int = 0
     dtype: str = "bfloat16"
 
@@ -50,13 +51,24 @@ class AttentionKind:
             return FullAttentionSpec(**shape)
         if self.kind == "mla":
             return MLAAttentionSpec(**shape)
-        assert self.kind == "sliding" and self.window is not None
+        assert self.window is not None
+        if self.kind == "chunked":
+            return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
+        assert self.kind == "sliding"
         return SlidingWindowSpec(**shape, sliding_window=self.window)
 
     @property
-    def reach(self) -> int | None:
-        """How many tokens back, itself included, a token attends; None: all."""
-        return self.window if self.kind == "sliding" else None
+    def reads_all(self) -> bool:
+        """Whether a token attends to all before it."""
+        return self.window is None
+
+    def first_read(self, position: int) -> int:
+        """The first position that a token at ``position`` attends to."""
+        if self.window is None:
+            return 0
+        if self.kind == "chunked":
+            return position // self.window * self.window
+        return max(0, position - self.window + 1)
 
 
 def full(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
@@ -69,6 +81,10 @@ def mla(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
 
 def sliding(window: int, block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
     return AttentionKind("sliding", block_size, groups, window=window, **kwargs)
+
+
+def chunked(chunk: int, block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("chunked", block_size, groups, window=chunk, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,7 @@ class KVSetup:
         Ours refuses events then, and leaves such engines to base.
         """
         return self.caching and any(
-            kind.reach is None and kind.block_size > self.resolved_hash_block_size
+            kind.reads_all and kind.block_size > self.resolved_hash_block_size
             for kind in self.kinds
         )
 
@@ -183,8 +199,12 @@ def attention_kinds(draw: st.DrawFn, max_kinds: int = 6) -> tuple[AttentionKind,
         # Groups yet to come take one each at least.
         groups = min(draw(group_counts()), groups_left - (num_kinds - i - 1))
         groups_left -= groups
-        kind = draw(st.sampled_from(["full", "sliding", "sliding", "mla"]))
+        names = ["full", "sliding", "sliding", "mla"]
+        # Base takes chunks with a single block size only.
+        kind = draw(st.sampled_from([*names, "chunked"] if multiples == (1,) else names))
         window = None
+        if kind == "chunked":
+            window = unit * draw(st.one_of(st.integers(1, 6), st.just(100)))
         if kind == "sliding":
             window = draw(
                 st.one_of(

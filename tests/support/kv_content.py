@@ -46,7 +46,7 @@ class KVContent:
     ) -> None:
         """Every read of a step that computes positions ``start`` to ``end`` is right."""
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            first = 0 if kind.reach is None else max(0, start - kind.reach + 1)
+            first = kind.first_read(start)
             self._check(group, table, identities, first, end, "reads")
 
     def check_hit(
@@ -60,7 +60,7 @@ class KVContent:
             size = kind.block_size
             if hit_length % size or len(table) * size != hit_length:
                 raise Unsafe(f"group {group}: {len(table)} blocks for a hit of {hit_length} tokens")
-            first = 0 if kind.reach is None else max(0, hit_length - kind.reach + 1)
+            first = kind.first_read(hit_length)
             self._check(group, table, identities, first, hit_length, "hits")
             for index in range(first // size):
                 if table[index]:

@@ -104,7 +104,7 @@ class ManagerModel:
         if start is None:
             return
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            first = 0 if kind.reach is None else max(0, start - kind.reach + 1)
+            first = kind.first_read(start)
             end = -(-live.request.num_computed_tokens // kind.block_size)
             if 0 in table[first // kind.block_size : end]:
                 raise Unsafe(

@@ -10,7 +10,7 @@ import math
 from hypothesis import strategies as st
 
 from .engine_config import OracleSettings
-from .models import AttentionKind, Full, Sliding
+from .models import AttentionKind, Chunked, Full, Sliding
 from .workload import Abort, Add, Case, Operation, Reset, Run
 
 _MAX_MODEL_LEN = 96
@@ -29,7 +29,10 @@ def attention_kinds(draw: st.DrawFn) -> tuple[AttentionKind, ...]:
         size = draw(st.sampled_from(block_sizes))
         groups = draw(st.one_of(st.integers(1, 3), st.integers(1, 40)))
         kind: AttentionKind
-        if draw(st.booleans()):
+        name = draw(st.sampled_from(["full", "sliding", "full", "sliding", "chunked"]))
+        if name == "chunked" and len(block_sizes) == 1:  # base takes no other
+            kind = Chunked(size * draw(st.integers(1, 12)), size, groups)
+        elif name != "full":
             # From smaller than a block to larger than any prompt.
             window = draw(st.one_of(st.integers(1, 40), st.integers(1, 2 * _MAX_MODEL_LEN)))
             kind = Sliding(window, size, groups)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.kv_configs import KVSetup, full, mla, sliding
+from support.kv_configs import KVSetup, chunked, full, mla, sliding
 from support.model_configs import write_config
 from support.plugin_state import plugin_state_restored
 from vllm.config import KVTransferConfig, VllmConfig
@@ -17,7 +17,6 @@ from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -64,6 +63,8 @@ def facts_of(*groups: KVCacheGroupSpec | KVCacheSpec, **changes: Any) -> EngineF
         (sliding(64, 16, 3),),
         (full(16), sliding(64, 16, 5)),
         (full(32), sliding(64, 16), mla(8)),
+        (full(16), chunked(64, 16, 3)),
+        (chunked(64, 16), chunked(128, 16)),
         (full(16, dtype="float16"), full(16, variant=1)),
     ],
 )
@@ -110,10 +111,6 @@ def platform_spec():
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
-        (
-            ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
-            "chunked local attention",
-        ),
         (MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)), "Mamba"),
         (CrossAttentionSpec(**SHAPE), "cross attention"),
         (SinkFullAttentionSpec(**SHAPE, sink_len=4), "full attention with a sink"),

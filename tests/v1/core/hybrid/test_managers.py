@@ -3,7 +3,7 @@
 
 import pytest
 
-from support.kv_configs import AttentionKind, KVSetup, full, mla, sliding
+from support.kv_configs import AttentionKind, KVSetup, chunked, full, mla, sliding
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
@@ -82,6 +82,34 @@ def test_sliding_window_hits_need_the_window_before_the_boundary(
     assert hit_pattern(coordinator, max_tokens) == expected
 
 
+@pytest.mark.parametrize(
+    ("chunk", "cached", "max_tokens", "expected"),
+    [
+        # Chunks of four blocks: a hit needs its own chunk up to there.
+        (64, (4, 5), 100, (96, ["....xx"])),
+        (64, (4, 6), 120, (80, ["....x"])),
+        # Where a chunk begins nothing is needed.
+        (64, (0, 1, 5), 100, (64, ["...."])),
+        (64, (), 64, (64, ["...."])),
+        (64, (0, 1, 3), 63, (32, ["xx"])),
+        (64, (1, 2), 63, (0, [""])),
+        # A chunk that begins inside of a block needs all of it.
+        (40, (2, 3), 79, (64, ["..xx"])),
+        (40, (0, 1, 3), 79, (32, ["xx"])),
+        (40, (3,), 79, (0, [""])),
+        (40, (), 100, (80, ["....."])),
+        # A chunk smaller than a block, and one larger than the prompt.
+        (8, (), 79, (64, ["...."])),
+        (1000, (0, 1, 3), 79, (32, ["xx"])),
+    ],
+)
+def test_chunked_local_hits_need_the_chunk_before_the_boundary(chunk, cached, max_tokens, expected):
+    coordinator = make_coordinator(chunked(chunk, 16))
+    if cached:
+        cache(coordinator, 0, *cached)
+    assert hit_pattern(coordinator, max_tokens) == expected
+
+
 def test_hybrid_hit_is_the_longest_that_all_types_accept():
     coordinator = make_coordinator(full(16), sliding(33, 16, 5))
     assert isinstance(coordinator, HybridKVCacheCoordinator)
@@ -146,6 +174,24 @@ def test_blocks_are_released_when_no_later_query_reads_them():
     manager.release_skipped(table, 40)
     manager.release_skipped(table, 1000)
     assert all(block.is_null for block in table.blocks())
+    coordinator.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "releases"),
+    [(64, {63: 0, 64: 4, 127: 4, 128: 8}), (40, {39: 0, 40: 2, 79: 2, 80: 5, 120: 7})],
+)
+def test_a_chunk_is_released_when_it_is_over(chunk, releases):
+    coordinator = make_coordinator(chunked(chunk, 16, 2))
+    (manager,) = coordinator.managers
+    blocks = coordinator.blocks_of("r")
+    coordinator.allocate("r", blocks, 160)
+    (table,) = blocks.tables
+    for num_processed, num_released in releases.items():
+        due = manager.release_skipped(table, num_processed)
+        assert table.num_released == num_released
+        later = [n for n, more in releases.items() if more > num_released]
+        assert not later or due == later[0]
     coordinator.check_integrity()
 
 

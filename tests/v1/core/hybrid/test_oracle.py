@@ -20,7 +20,6 @@ from support.oracle import (
     make_kv_cache_config,
     smallest_pool,
 )
-from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
@@ -348,8 +347,8 @@ def test_speculative_decoding(manager_cls: Any, name: str, num_lookahead_tokens:
     assert engine.worker.num_drafts_rejected > num_sampled / 4
 
 
-def test_chunked_local_attention(pipeline: OracleSettings) -> None:
-    engine = make_engine(BaseManager, pipeline, (Full(16), Chunked(48, 16, 3)), extra_blocks=20)
+def test_chunked_local_attention(manager_cls: type, pipeline: OracleSettings) -> None:
+    engine = make_engine(manager_cls, pipeline, (Full(16), Chunked(48, 16, 3)), extra_blocks=20)
     for i in range(8):
         engine.add_request(tokens(70, seed=i % 3), max_tokens=90)
     engine.run_until_done()

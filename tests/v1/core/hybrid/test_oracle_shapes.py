@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from support.oracle import Full, OracleSettings, Sliding
+from support.oracle import Chunked, Full, OracleSettings, Sliding
 from support.oracle.workload import Add, Case, Run, random_operations, run_case
+from vllm.v1.core.hybrid import KVCacheManager
 
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
@@ -44,6 +45,11 @@ SHAPES = {
     "block sizes that do not divide": (Full(6), Sliding(10, 4, 2)),
     "full attention in blocks that do not divide": (Full(6), Full(4, 2)),
     "blocks of one token": (Full(1), Sliding(3, 1, 2)),
+    "Llama 4": (Full(), Chunked(48, num_groups=3)),
+    "chunks of a block": (Full(8), Chunked(8, 8, 2)),
+    "chunks larger than the prompts": (Chunked(4096, 8), Full(8)),
+    "chunks only": (Chunked(32, 8, 2),),
+    "chunks and windows": (Chunked(32, 8, 2), Sliding(20, 8), Chunked(24, 8)),
     "two precisions, zeroed blocks": (Full(16), Sliding(20, 16, 2, half_precision=True)),
 }
 
@@ -63,6 +69,25 @@ def test_shape(manager_cls: Any, kinds: tuple, settings: OracleSettings) -> None
     # Base caches nothing for a window of one token, which needs no block for a hit.
     if kinds != SHAPES["window of one token"]:
         assert engine.tokens_from_cache >= 64
+
+
+#: What base's manager of chunks refuses (unequal block sizes), or takes as a hit although blocks
+#: of the chunk before are missing (chunks that begin inside of a block).
+CHUNKS_OF_THE_FORK = {
+    "inside of a block": (Full(16), Chunked(40, 16, 3)),
+    "smaller than a block": (Full(16), Chunked(6, 16, 2)),
+    "of a token": (Full(8), Chunked(1, 8)),
+    "larger blocks": (Full(8), Chunked(48, 16, 2)),
+    "smaller blocks, other windows": (Full(32), Chunked(24, 8, 2), Sliding(20, 16)),
+    "block sizes that do not divide": (Full(6), Chunked(10, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
+@pytest.mark.parametrize("kinds", CHUNKS_OF_THE_FORK.values(), ids=CHUNKS_OF_THE_FORK.keys())
+def test_chunks_that_base_does_not_take(kinds: tuple, settings: OracleSettings) -> None:
+    test_shape(KVCacheManager, kinds, settings)
+    test_shape_in_a_small_pool(KVCacheManager, kinds, settings)
 
 
 @pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])

@@ -181,12 +181,17 @@ class BlockPool:
         """
 
     def find_prefix(
-        self, type_id: int, block_hashes: Sequence[bytes], max_blocks: int, alignment: int = 1
+        self,
+        type_id: int,
+        block_hashes: Sequence[bytes],
+        max_blocks: int,
+        alignment: int = 1,
+        begin: int = 0,
     ) -> BlockList:
-        """The blocks of the longest prefix that are all cached.
+        """The blocks of the longest prefix that are all cached from index ``begin`` on.
 
-        Of at most ``max_blocks``, and of a multiple of ``alignment``. ``block_hashes`` is a
-        list, as in `BlockTable.cache`.
+        Null blocks stand for those before. Of at most ``max_blocks``, and of a multiple of
+        ``alignment``. ``block_hashes`` is a list, as in `BlockTable.cache`.
         """
 
     def find_last_run(

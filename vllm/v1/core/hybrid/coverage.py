@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
     FullAttentionManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupRole,
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
 COVERED_BASE_MANAGERS: dict[type | None, type[KVCacheSpec]] = {
     FullAttentionManager: FullAttentionSpec,
     SlidingWindowManager: SlidingWindowSpec,
+    ChunkedLocalAttentionManager: ChunkedLocalAttentionSpec,
 }
 
 #: Kinds that name what is not covered. Of the other kinds only some specs are not, R-SWA
 #: among full attention, say; there the spec's own name says more.
 _NAMED_KINDS = {
-    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION: "chunked local attention",
     KVCacheSpecKind.CROSS_ATTENTION: "cross attention",
     KVCacheSpecKind.ENCODER_ONLY_ATTENTION: "encoder-only attention",
     KVCacheSpecKind.MAMBA: "Mamba",

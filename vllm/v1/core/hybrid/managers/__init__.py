@@ -4,13 +4,19 @@
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import NEVER, SingleTypeKVCacheManager
+from vllm.v1.core.hybrid.managers.chunked_local import ChunkedLocalAttentionManager
 from vllm.v1.core.hybrid.managers.full_attention import FullAttentionManager
 from vllm.v1.core.hybrid.managers.sliding_window import SlidingWindowManager
 from vllm.v1.core.hybrid.settings import CacheSettings
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 __all__ = [
     "NEVER",
+    "ChunkedLocalAttentionManager",
     "FullAttentionManager",
     "SingleTypeKVCacheManager",
     "SlidingWindowManager",
@@ -31,6 +37,8 @@ def create_manager(
         manager_cls = FullAttentionManager
     elif isinstance(attention_type.spec, SlidingWindowSpec):
         manager_cls = SlidingWindowManager
+    elif isinstance(attention_type.spec, ChunkedLocalAttentionSpec):
+        manager_cls = ChunkedLocalAttentionManager
     else:
         raise ValueError(f"no manager for {attention_type}")
     return manager_cls(type_id, attention_type, block_pool, settings)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunked local attention: a query attends to its own chunk, up to itself."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.hybrid._core import BlockList
+from vllm.v1.core.hybrid.attention_type import AttentionType
+from vllm.v1.core.hybrid.block_pool import BlockPool
+from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
+from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+
+class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
+    """Keeps the blocks of the next query's chunk, and releases a chunk when it is over."""
+
+    releases: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        type_id: int,
+        attention_type: AttentionType,
+        block_pool: BlockPool,
+        settings: CacheSettings,
+    ) -> None:
+        super().__init__(type_id, attention_type, block_pool, settings)
+        spec = attention_type.spec
+        assert isinstance(spec, ChunkedLocalAttentionSpec)
+        #: Tokens; chunks begin at its multiples.
+        self.chunk_size = spec.attention_chunk_size
+        # The bound that base sizes the pool by: admission has to agree with it.
+        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
+            max_in_flight_tokens=settings.max_in_flight_tokens,
+            max_model_len=settings.max_model_len,
+        )
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.chunk_size * self.chunk_size
+
+    def next_release(self, num_released: int) -> int:
+        return cdiv((num_released + 1) * self.block_size, self.chunk_size) * self.chunk_size
+
+    def find_longest_hit(
+        self, block_hashes: Sequence[BlockHash], max_tokens: int
+    ) -> tuple[BlockList, int]:
+        """The blocks from the beginning of the boundary's chunk on must be cached.
+
+        |  null  ...  null  |  cached  ...  cached  |  boundary
+                            | the boundary's chunk ...
+
+        None are needed where a chunk begins at the boundary.
+        """
+        num_blocks = max_tokens // self.block_size // self.blocks_per_hit * self.blocks_per_hit
+        while True:
+            first = self.num_skipped_tokens(num_blocks * self.block_size) // self.block_size
+            hits = self.block_pool.find_prefix(
+                self.type_id, block_hashes, num_blocks, self.blocks_per_hit, first
+            )
+            num_tokens = len(hits) * self.block_size
+            # Cut before a miss, the hit may end in an earlier chunk, and need its blocks.
+            if self.num_skipped_tokens(num_tokens) // self.block_size >= first:
+                return hits, num_tokens
+            num_blocks = len(hits)
