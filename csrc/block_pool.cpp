@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "block_pool.h"
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <unordered_set>
@@ -82,7 +83,18 @@ void BlockPool::make_room(std::size_t type_id, std::int64_t num_blocks) {
                                 std::to_string(num_free()) + " of " +
                                 std::to_string(blank_.num_blocks()) + " are free");
   }
-  while (blank_.size() < wanted * groups) {
+  // As a rule as many blocks as are wanted, of this type or of another.
+  const std::size_t to_evict =
+      blank_.size() < wanted * groups ? (wanted * groups - blank_.size() - 1) / groups + 1 : 0;
+  BlockIndex ahead = evictable_.first();
+  std::size_t num_ahead = 0;
+  for (std::size_t i = 0; blank_.size() < wanted * groups; ++i) {
+    for (; num_ahead < std::min(i + kAhead, to_evict) && ahead != kNullBlock; ++num_ahead) {
+      const Block& block = at(ahead);
+      indexes_[block.type_id]->prefetch_slot(block.digest);
+      ahead = block.next;
+      __builtin_prefetch(&at(ahead), 1);
+    }
     const BlockIndex oldest = evictable_.first();
     unmake_evictable(oldest);
     uncache(oldest);

@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "hits that are evictable are not counted in admission",
         MANAGER,
-        "        num_free -= self.block_pool.count_evictable_ids(hits, num_skipped)\n",
+        "                num_free -= pool.count_evictable_ids(hits, num_skipped)\n",
         "",
     ),
     Mutant(
@@ -236,8 +236,8 @@ MUTANTS = (
     Mutant(
         "a request sleeps past the need for a block",
         COORDINATOR,
-        "blocks.next_slots = self.block_pool.num_slots(blocks.tables) + 1",
-        "blocks.next_slots = self.block_pool.num_slots(blocks.tables) + 2",
+        "// self._slots_unit) * self._slots_unit + 1",
+        "// self._slots_unit) * self._slots_unit + 2",
     ),
     Mutant(
         "a request sleeps past a block that leaves the window",

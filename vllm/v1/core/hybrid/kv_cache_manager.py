@@ -153,15 +153,15 @@ class KVCacheManager(LeftToBase):
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         hit = self.coordinator.find_hit(request.block_hashes, request.num_tokens - 1)
-        event_log = self.block_pool.event_log
-        if hit.num_tokens and event_log is not None and wants_hits_reported(request):
+        num_tokens = hit.num_tokens
+        junction = num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
+        if not num_tokens:
+            return self.empty_kv_cache_blocks, 0, junction
+        if self.enable_kv_cache_events and wants_hits_reported(request):
             for manager, blocks in zip(self.coordinator.managers, hit.blocks, strict=True):
                 span = range(len(blocks))
                 manager.report_stored(request, span, span)
-        junction = hit.num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
-        if not hit.num_tokens:
-            return self.empty_kv_cache_blocks, 0, junction
-        return KVCacheBlocks(hit.blocks, self._group_layout), hit.num_tokens, junction
+        return KVCacheBlocks(hit.blocks, self._group_layout), num_tokens, junction
 
     def get_computed_blocks_for_connector(
         self, request: Request
@@ -280,14 +280,16 @@ class KVCacheManager(LeftToBase):
             if new_computed_blocks is not None:
                 hits = new_computed_blocks.blocks
             num_skipped = coordinator.num_skipped_blocks(num_computed)
-            num_tokens = num_computed + num_new_tokens + num_lookahead_tokens
+            num_step = num_computed + num_new_tokens + num_lookahead_tokens
+            num_all = request.num_tokens if full_sequence_must_fit else 0
             num_free = pool.get_num_free_blocks() - num_kept
-            if not self._fits(blocks, num_tokens, hits, num_skipped, num_free):
-                return None
-            if full_sequence_must_fit:
-                num_tokens = request.num_tokens
+            # A hit only saves blocks: where there is room without it, nothing has to be counted.
+            if coordinator.max_physical_blocks(num_step, num_all) > num_free:
+                num_free -= pool.count_evictable_ids(hits, num_skipped)
+                if not self._fits(blocks, num_step, hits, num_skipped, num_free):
+                    return None
                 num_free += reserved_blocks
-                if not self._fits(blocks, num_tokens, hits, num_skipped, num_free, recycled=True):
+                if not self._fits(blocks, num_all, hits, num_skipped, num_free, recycled=True):
                     return None
             if num_new_computed_tokens:
                 # All types before any allocates: that must not evict another type's hit.
@@ -311,15 +313,9 @@ class KVCacheManager(LeftToBase):
         num_free: int,
         recycled: bool = False,
     ) -> bool:
-        """Whether ``num_free`` blocks are enough to adopt ``hits`` and have so many slots."""
-        coordinator = self.coordinator
-        # A hit only saves blocks: where there is room without it, nothing has to be counted.
-        if coordinator.max_physical_blocks(num_tokens) <= num_free:
-            return True
-        num_free -= self.block_pool.count_evictable_ids(hits, num_skipped)
-        num_tokens = min(num_tokens, self.max_model_len)
-        return num_free >= coordinator.num_physical_blocks_needed(
-            blocks, num_tokens, hits, num_skipped, recycled
+        """Whether ``num_free`` blocks are enough for so many slots, ``hits`` adopted."""
+        return num_free >= self.coordinator.num_physical_blocks_needed(
+            blocks, min(num_tokens, self.max_model_len), hits, num_skipped, recycled
         )
 
     def _advance(

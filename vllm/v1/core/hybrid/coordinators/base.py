@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all coordinators share."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class KVCacheCoordinator(ABC):
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
         self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
+        self._slots_unit = math.gcd(*(m.block_size for m in self.managers)) or NEVER
         self._most_blocks = tuple(m.max_blocks_per_request for m in self.managers)
         self._caching = self.managers if settings.enable_caching else ()
         self._releasing = tuple(m for m in self.managers if m.releases)
@@ -120,9 +122,9 @@ class KVCacheCoordinator(ABC):
             blocks.tables, num_tokens, hits, num_skipped, self._most_blocks if recycled else None
         )
 
-    def max_physical_blocks(self, num_tokens: int) -> int:
-        """Physical blocks that ``num_tokens`` slots never need more than, in all types together."""
-        return int(num_tokens * self._blocks_per_token) + len(self.single_type_managers)
+    def max_physical_blocks(self, *num_tokens: int) -> int:
+        """More physical blocks than the greatest number of tokens takes, in all types together."""
+        return int(max(num_tokens) * self._blocks_per_token) + len(self.single_type_managers)
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> list[int]:
         """Per type, the leading blocks that no query after ``num_computed_tokens`` reads."""
@@ -164,7 +166,8 @@ class KVCacheCoordinator(ABC):
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks
-        blocks.next_slots = self.block_pool.num_slots(blocks.tables) + 1
+        # Or sooner, if block sizes do not divide each other; then there is nothing to do yet.
+        blocks.next_slots = -(-num_tokens // self._slots_unit) * self._slots_unit + 1
         if self._records_new_blocks:
             for manager, new in zip(self.managers, new_blocks, strict=True):
                 manager.record_new(new)
@@ -238,7 +241,9 @@ class KVCacheCoordinator(ABC):
         """No request sleeps past the next thing that there is to do for it."""
         where = f"request {request_id} sleeps until"
         next_slots = self.block_pool.num_slots(blocks.tables) + 1
-        assert blocks.next_slots <= next_slots, f"{where} {blocks.next_slots} without slots"
+        assert not blocks.tables or blocks.next_slots <= next_slots, (
+            f"{where} {blocks.next_slots} without slots"
+        )
         for manager, table in zip(self.managers, blocks.tables, strict=True):
             next_full = round_up(
                 (table.num_cached + 1) * manager.block_size, self.scheduler_block_size

@@ -49,6 +49,8 @@ class SingleTypeKVCacheManager(ABC):
         self.event_log = block_pool.event_log
         self.settings = settings
         self.no_blocks = block_pool.new_list(type_id)
+        #: Whether every block can serve a hit.
+        self.caches_all = True
         #: Most blocks that one request ever holds at a time.
         self.max_blocks_per_request = NEVER
         self.records_new_block_ids = settings.needs_zeroing and isinstance(
@@ -78,9 +80,9 @@ class SingleTypeKVCacheManager(ABC):
     ) -> Sequence[tuple[int, int]]:
         """Which of the blocks from index ``begin`` to before ``end`` can serve a hit.
 
-        As ascending pairs of the same kind; the other blocks are not cached.
-        ``boundaries`` are token positions, multiples of the scheduler block size, where a
-        later request can be expected to resume.
+        As ascending pairs of the same kind; the other blocks are not cached. Asked only
+        without `caches_all`. ``boundaries`` are token positions, multiples of the scheduler
+        block size, where a later request can be expected to resume.
         """
         return ((begin, end),)
 
@@ -114,7 +116,9 @@ class SingleTypeKVCacheManager(ABC):
         """
         begin, end = table.num_cached, num_tokens // self.block_size
         if begin < end:
-            runs = self.cacheable_blocks(begin, end, boundaries)
+            runs: Sequence[tuple[int, int]] = ((begin, end),)
+            if not self.caches_all:
+                runs = self.cacheable_blocks(begin, end, boundaries)
             for run in runs:
                 table.cache(*run, request.block_hashes)
             table.num_cached = end
@@ -123,7 +127,11 @@ class SingleTypeKVCacheManager(ABC):
                 stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
                 self.report_stored(request, range(begin, end), stored)
         # As base, the event log reports spans of tokens of which nothing is stored, too.
-        return self.event_log is not None or self.caches_beyond(num_tokens, boundaries)
+        return (
+            self.caches_all
+            or self.event_log is not None
+            or self.caches_beyond(num_tokens, boundaries)
+        )
 
     def report_stored(self, request: Request, span: range, stored: Sequence[int]) -> None:
         """Tell the event log, which must be on, that blocks of a request are cached."""

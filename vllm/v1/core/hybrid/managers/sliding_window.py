@@ -40,6 +40,10 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self.retention_interval = (
             self.blocks_per_hit if interval is None else interval // self.block_size or None
         )
+        self.caches_all = (
+            self.retention_interval is not None
+            and self.retention_interval <= self.num_blocks_before
+        )
         # The bound that base sizes the pool by: admission has to agree with it.
         self.max_blocks_per_request = spec.max_admission_blocks_per_request(
             max_in_flight_tokens=settings.max_in_flight_tokens,
@@ -79,8 +83,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         the ``boundaries``; 0 the ``boundaries`` only.
         """
         interval = self.retention_interval
-        if interval is not None and interval <= self.num_blocks_before:
-            return ((begin, end),)
+        if interval is None and begin * self.block_size >= max(boundaries):
+            return ()  # as for all output tokens
         ends = [b // self.block_size for b in boundaries] if self.keeps_boundaries else []
         if interval is not None:
             first = (begin // interval + 1) * interval
