@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output tokens a second of the whole engine on a CPU, with the fork on and off.
 
-    python benchmarks/engine.py [--requests 256] [--tokens 64] [--trials 3] [--json FILE]
+    python benchmarks/engine.py [--requests 256] [--tokens 64] [--trials 9] [--json FILE]
 
-Serves a tiny random Gemma 3 (two attention types), so that the model costs little. The engines
-run in processes of their own, one after the other, and take turns.
+Serves a tiny random Gemma 3 (two attention types), so that the model costs little. Both engines
+are up, each in a process of its own, and take turns: one generates while the other waits.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,10 +22,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 from checkpoints import tiny_gemma3
 
 SWITCH = {"base": "0", "fork": "1"}
+#: Before a line of the child's that is meant for the parent.
+MARK = "tokens a second: "
 
 
-def serve(num_requests: int, num_tokens: int, checkpoint: str) -> float:
-    """Output tokens a second of an engine in this process."""
+def serve(num_requests: int, num_tokens: int, checkpoint: str) -> None:
+    """Generate once for each line of input, and print how fast that was."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -45,60 +46,86 @@ def serve(num_requests: int, num_tokens: int, checkpoint: str) -> float:
         {"prompt_token_ids": [1 + (number * 31 + i * 7) % 250 for i in range(64)]}
         for number in range(num_requests)
     ]
-    seconds = []
-    for _ in range(3):  # the first warms up, and fills the prefix cache
+    for _ in sys.stdin:
         begin = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(perf_counter() - begin)
+        seconds = perf_counter() - begin
         assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
-    return num_requests * num_tokens / min(seconds[1:])
+        print(f"{MARK}{num_requests * num_tokens / seconds}", flush=True)
 
 
-def serve_apart(name: str, num_requests: int, num_tokens: int, checkpoint: str) -> float:
-    """`serve`, in a process of its own, with the fork on or off."""
-    environment = os.environ | {
-        "VLLM_HYBRID_KV": SWITCH[name],
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    command = [sys.executable, __file__, "--child", str(num_requests), str(num_tokens), checkpoint]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if run.returncode:
-        raise SystemExit(run.stdout + run.stderr)
-    return float(json.loads(run.stdout.splitlines()[-1]))
+class Engine:
+    """An engine in a process of its own, with the fork on or off."""
+
+    def __init__(self, name: str, num_requests: int, num_tokens: int, checkpoint: str) -> None:
+        environment = os.environ | {
+            "VLLM_HYBRID_KV": SWITCH[name],
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "HF_HUB_OFFLINE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--child", str(num_requests), str(num_tokens), checkpoint],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def generate(self) -> float:
+        """Output tokens a second."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return float(line.removeprefix(MARK))
+        raise SystemExit(f"an engine ended with status {self.process.wait()}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        print(json.dumps(serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))
+        serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)
-    add_common_arguments(parser, trials=3)
+    add_common_arguments(parser, trials=9)
     arguments = parser.parse_args()
     checkpoint = str(tiny_gemma3())
+    engines = {
+        name: Engine(name, arguments.requests, arguments.tokens, checkpoint) for name in SWITCH
+    }
+    for engine in engines.values():
+        engine.generate()  # warms up, and fills the prefix cache
     samples: dict[str, list[float]] = {name: [] for name in SWITCH}
     for trial in range(arguments.trials):
         for name in sorted(SWITCH, reverse=trial % 2 == 1):
-            rate = serve_apart(name, arguments.requests, arguments.tokens, checkpoint)
-            samples[name].append(rate)
-    medians = {name: statistics.median(rates) for name, rates in samples.items()}
+            samples[name].append(engines[name].generate())
+    for engine in engines.values():
+        engine.close()
+    pairs = list(zip(samples["base"], samples["fork"], strict=True))
+    rows: list[tuple[str, ...]] = [
+        (f"round {i + 1}", f"{base:,.0f}", f"{fork:,.0f}", f"{fork / base:.2f}x")
+        for i, (base, fork) in enumerate(pairs)
+    ]
+    rows.append(
+        (
+            "median",
+            *(f"{statistics.median(samples[name]):,.0f}" for name in SWITCH),
+            f"{statistics.median(fork / base for base, fork in pairs):.2f}x",
+        )
+    )
     print_table(
         f"Output tokens a second, {arguments.requests} requests at once",
         ("", "base", "fork", "fork / base"),
-        [
-            *(
-                (f"run {i + 1}", f"{base:,.0f}", f"{fork:,.0f}", f"{fork / base:.2f}x")
-                for i, (base, fork) in enumerate(zip(*samples.values(), strict=True))
-            ),
-            (
-                "median",
-                *(f"{medians[name]:,.0f}" for name in SWITCH),
-                f"{medians['fork'] / medians['base']:.2f}x",
-            ),
-        ],
+        rows,
     )
     if arguments.json:
         write_json(arguments.json, samples)

@@ -41,7 +41,7 @@ class Lookups {
   }
 
  private:
-  static constexpr std::size_t kStage = 6, kRing = 16;
+  static constexpr std::size_t kStage = 8, kRing = 32;
   static_assert(kRing >= 2 * kStage + 1);
 
   std::size_t position(std::size_t n) const {

@@ -15,18 +15,6 @@ PrefixIndex::PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks)
   if (!slots_) throw std::bad_alloc();
 }
 
-std::size_t PrefixIndex::locate(const Digest& wanted) const {
-  const std::uint32_t hash = wanted.hash();
-  std::size_t slot = hash & mask_;
-  while (slots_[slot].block != kNullBlock &&
-         (slots_[slot].hash != hash || !(digest(slots_[slot].block) == wanted))) {
-    slot = next(slot);
-  }
-  return slot;
-}
-
-BlockIndex PrefixIndex::find(const Digest& wanted) const { return slots_[locate(wanted)].block; }
-
 void PrefixIndex::insert(BlockIndex index) {
   Slot& slot = slots_[locate(digest(index))];
   Block& block = at(index);

@@ -25,7 +25,7 @@ class PrefixIndex {
   PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks);
 
   // The oldest block with the digest; kNullBlock if there is none.
-  BlockIndex find(const Digest& digest) const;
+  BlockIndex find(const Digest& digest) const { return slots_[locate(digest)].block; }
 
   // Starts to load what find() will read first, and, once that is there, what it will read then.
   void prefetch_slot(const Digest& digest) const {
@@ -55,7 +55,15 @@ class PrefixIndex {
   const Digest& digest(BlockIndex index) const { return at(index).digest; }
   std::size_t next(std::size_t slot) const { return (slot + 1) & mask_; }
   // The slot of the digest's oldest block, or the empty one where it would go.
-  std::size_t locate(const Digest& digest) const;
+  std::size_t locate(const Digest& wanted) const {
+    const std::uint32_t hash = wanted.hash();
+    std::size_t slot = hash & mask_;
+    while (slots_[slot].block != kNullBlock &&
+           (slots_[slot].hash != hash || !(digest(slots_[slot].block) == wanted))) {
+      slot = next(slot);
+    }
+    return slot;
+  }
   void erase(std::size_t slot);
 
   std::vector<Block>& blocks_;

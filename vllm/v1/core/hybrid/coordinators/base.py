@@ -91,6 +91,7 @@ class KVCacheCoordinator(ABC):
         self._slots_unit = math.gcd(*(m.block_size for m in self.managers)) or NEVER
         self._most_blocks = tuple(m.max_blocks_per_request for m in self.managers)
         self._caching = self.managers if settings.enable_caching else ()
+        self._none_skipped = (0,) * len(self.managers)
         self._releasing = tuple(m for m in self.managers if m.releases)
         self._records_new_blocks = any(m.records_new_block_ids for m in self.managers)
 
@@ -126,8 +127,10 @@ class KVCacheCoordinator(ABC):
         """More physical blocks than the greatest number of tokens takes, in all types together."""
         return int(max(num_tokens) * self._blocks_per_token) + len(self.single_type_managers)
 
-    def num_skipped_blocks(self, num_computed_tokens: int) -> list[int]:
+    def num_skipped_blocks(self, num_computed_tokens: int) -> Sequence[int]:
         """Per type, the leading blocks that no query after ``num_computed_tokens`` reads."""
+        if not self._releasing:
+            return self._none_skipped
         return [m.num_skipped_tokens(num_computed_tokens) // m.block_size for m in self.managers]
 
     def get_num_blocks_to_allocate(
