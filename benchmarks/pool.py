@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pool of blocks costs by its size: start-up, memory, garbage collection, operations.
 
-    python benchmarks/pool.py [--blocks 10000 100000 500000 2000000] [--json FILE]
+    python benchmarks/pool.py [--blocks 10000 100000 500000 2000000] [--served N ...] [--json FILE]
 
 Each figure comes from a process of its own. The model has one full-attention and one sliding-window
 group; the pool is full of cached blocks when operations and the garbage collection are measured.
@@ -9,6 +9,7 @@ group; the pool is full of cached blocks when operations and the garbage collect
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import subprocess
@@ -30,8 +31,8 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
-def measure(name: str, num_blocks: int, trials: int) -> dict[str, float]:
-    """All figures of one manager at one size."""
+def measure(name: str, num_blocks: int, min_served: int, trials: int) -> dict[str, float]:
+    """All figures of one manager at one size, after ``min_served`` requests at least."""
     manager_class = managers()[name]
     build_manager(manager_class, NUM_GROUPS, 100)  # imports and warms up
     gc.collect()
@@ -45,7 +46,7 @@ def measure(name: str, num_blocks: int, trials: int) -> dict[str, float]:
     seconds: list[float] = []
     num_served = 0
     # Until the pool has been filled, and then evicted from, and then some more.
-    num_to_fill = num_blocks // (NUM_PROMPT_TOKENS // BLOCK_SIZE) + BATCH
+    num_to_fill = max(num_blocks // (NUM_PROMPT_TOKENS // BLOCK_SIZE) + BATCH, min_served)
     while num_served < num_to_fill or len(seconds) < trials:
         requests = make_requests(BATCH, 0, first=num_served)
         begin = perf_counter()
@@ -74,9 +75,9 @@ def measure(name: str, num_blocks: int, trials: int) -> dict[str, float]:
     }
 
 
-def measure_apart(name: str, num_blocks: int, trials: int) -> dict[str, float]:
+def measure_apart(name: str, *numbers: int) -> dict[str, float]:
     """`measure`, in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, str(num_blocks), str(trials)]
+    command = [sys.executable, __file__, "--child", name, *map(str, numbers)]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(run.stderr)
@@ -86,12 +87,18 @@ def measure_apart(name: str, num_blocks: int, trials: int) -> dict[str, float]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        name, num_blocks, trials = sys.argv[2:]
-        print(json.dumps(measure(name, int(num_blocks), int(trials))))
+        print(json.dumps(measure(sys.argv[2], *map(int, sys.argv[3:]))))
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--blocks", type=int, nargs="+", default=(10_000, 100_000, 500_000, 2_000_000)
+    )
+    parser.add_argument(
+        "--served",
+        type=int,
+        nargs="+",
+        default=(0,),
+        help="requests served before operations are measured; at least so many as fill the pool",
     )
     parser.add_argument(
         "--managers", nargs="+", choices=tuple(managers()), default=tuple(managers())
@@ -99,9 +106,9 @@ def main() -> None:
     add_common_arguments(parser, trials=9)
     arguments = parser.parse_args()
     results, rows = [], []
-    for num_blocks in arguments.blocks:
+    for num_blocks, min_served in itertools.product(arguments.blocks, arguments.served):
         for name in arguments.managers:
-            figures = measure_apart(name, num_blocks, arguments.trials)
+            figures = measure_apart(name, num_blocks, min_served, arguments.trials)
             results.append({"blocks": num_blocks, "manager": name, **figures})
             rows.append(
                 (
