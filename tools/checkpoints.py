@@ -27,6 +27,7 @@ __all__ = [
     "tiny_gemma2",
     "tiny_gemma3",
     "tiny_llama",
+    "tiny_llama4",
     "tiny_mistral",
 ]
 
@@ -56,6 +57,11 @@ def tiny_llama(force: bool = False) -> Path:
     return ensure_tiny(tiny_models.TINY_LLAMA, force)
 
 
+def tiny_llama4(force: bool = False) -> Path:
+    """Llama 4: three layers with chunks of 64 tokens, then one with full attention."""
+    return ensure_tiny(tiny_models.TINY_LLAMA4, force)
+
+
 #: Every checkpoint that can be made, by its name on the command line.
 CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "gemma3-270m": gemma3_270m,
@@ -63,6 +69,7 @@ CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "tiny-gemma2": tiny_gemma2,
     "tiny-mistral": tiny_mistral,
     "tiny-llama": tiny_llama,
+    "tiny-llama4": tiny_llama4,
 }
 
 

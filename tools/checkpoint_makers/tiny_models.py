@@ -168,3 +168,17 @@ TINY_MISTRAL = TinyModel(
     "tiny-mistral", "mistral", {"num_hidden_layers": 4, "sliding_window": WINDOW}
 )
 TINY_LLAMA = TinyModel("tiny-llama", "llama", {"num_hidden_layers": 4})
+TINY_LLAMA4 = TinyModel(
+    "tiny-llama4",
+    "llama4_text",
+    {
+        "num_hidden_layers": 4,
+        # Chunked local attention has rotary embeddings; full attention has none.
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": WINDOW,
+        "intermediate_size_mlp": 256,
+        # No experts: they would only cost time.
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+    },
+)

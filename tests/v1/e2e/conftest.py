@@ -15,7 +15,11 @@ TINY_WINDOW_MODELS: dict[str, Callable[[], Path]] = {
     "gemma2": checkpoints.tiny_gemma2,
     "mistral": checkpoints.tiny_mistral,
 }
-TINY_MODELS = TINY_WINDOW_MODELS | {"llama": checkpoints.tiny_llama}
+TINY_MODELS = TINY_WINDOW_MODELS | {
+    "llama": checkpoints.tiny_llama,
+    # With chunks of 64 tokens.
+    "llama4": checkpoints.tiny_llama4,
+}
 
 
 @pytest.fixture(scope="session")

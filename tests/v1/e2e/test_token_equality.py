@@ -11,6 +11,7 @@ almost equally likely tokens with them: there only runs whose batches are the sa
 step are compared (`test_gemma3_270m_in_its_own_dtype`).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,13 @@ LENGTHS = [40, 64, 65, 130, 200, 310]
 SHARED = random_tokens(200, seed=99)
 
 #: Too small for the requests of `busy_rounds`; the groups of a type share it.
-SMALL_POOLS = {"tiny-gemma3": 56, "tiny-gemma2": 30, "tiny-mistral": 12, "tiny-llama": 24}
+SMALL_POOLS = {
+    "tiny-gemma3": 56,
+    "tiny-gemma2": 30,
+    "tiny-mistral": 12,
+    "tiny-llama": 24,
+    "tiny-llama4": 44,
+}
 REAL_POOL = 190
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64}
 
@@ -99,8 +106,10 @@ def test_prefix_cache(engines: EnginePair, tiny_window_model: Path, interval: in
     assert_prefix_cache_works(base, fork, sees_junctions)
 
 
-def test_prefix_cache_without_windows(engines: EnginePair) -> None:
-    base, fork = engines.run(checkpoints.tiny_llama(), ordinary_rounds())
+@pytest.mark.parametrize("model", [checkpoints.tiny_llama, checkpoints.tiny_llama4])
+def test_prefix_cache_without_windows(engines: EnginePair, model: Callable[[], Path]) -> None:
+    """Full attention; chunks of 64 tokens and full attention."""
+    base, fork = engines.run(model(), ordinary_rounds())
 
     assert_prefix_cache_works(base, fork, sees_junctions=True)
 
