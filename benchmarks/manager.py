@@ -31,6 +31,7 @@ from vllm.v1.request import Request
 NUM_DECODE_STEPS = 2 * BLOCK_SIZE
 OPERATIONS = {
     "decode": "one decode step",
+    "quiet": "of these, one without an event",
     "place": "place a new prompt",
     "adopt": "adopt a cached prompt",
     "free": "free",
@@ -49,12 +50,17 @@ def run_trial(
         start(manager, request)
     seconds["place"] = (perf_counter() - begin) / len(requests)
 
-    begin = perf_counter()
+    steps = []
     for _ in range(NUM_DECODE_STEPS):
+        begin = perf_counter()
         for request in requests:
             allocate_slots(request, 1, num_lookahead_tokens=0)
             request.num_computed_tokens += 1
-    seconds["decode"] = (perf_counter() - begin) / len(requests) / NUM_DECODE_STEPS
+        steps.append((perf_counter() - begin) / len(requests))
+    seconds["decode"] = statistics.mean(steps)
+    # The prompt ends with a block: blocks begin in the first step and end in the last.
+    quiet = [step for i, step in enumerate(steps, start=1) if i % BLOCK_SIZE not in (0, 1)]
+    seconds["quiet"] = statistics.mean(quiet)
 
     begin = perf_counter()
     for request in requests:
