@@ -111,6 +111,9 @@ def test_prefix_cache_without_windows(engines: EnginePair, model: Callable[[], P
     """Full attention; chunks of 64 tokens and full attention."""
     base, fork = engines.run(model(), ordinary_rounds())
 
+    assert ("chunked_local_attention 64 (3 groups" in fork.log) == (
+        model == checkpoints.tiny_llama4
+    )
     assert_prefix_cache_works(base, fork, sees_junctions=True)
 
 

@@ -131,6 +131,19 @@ def test_sliding_window_only_and_flags_first(results):
     ]
 
 
+def test_chunked_local_attention(results):
+    status, lines = model_part(results, "llama4")
+    assert status == 0
+    assert lines[2:] == [
+        "ChunkedLocalAttentionManager chunked_local_attention 256 128 0 0",
+        "1 1",
+        "2 2",
+        "FullAttentionManager full_attention 128 3 3",
+        "Hybrid KV cache: active, 2 managers for 4 KV cache groups: chunked_local_attention 256 "
+        "(3 groups, block size 128); full_attention (1 group, block size 128)",
+    ]
+
+
 def test_without_the_hybrid_manager_all_layers_are_full_attention(results):
     status, lines = model_part(results, "no hybrid manager")
     assert status == 0
@@ -163,7 +176,6 @@ def test_mamba_is_sent_to_base(results):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("llama4", "chunked local attention (KV cache group 0) is not covered yet"),
         ("as vllm serve", "speculative decoding is not covered yet"),
         ("off", "hybrid_kv.enabled is false in --additional-config"),
     ],

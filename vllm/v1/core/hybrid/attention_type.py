@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -36,11 +37,17 @@ class AttentionType:
         """Base's name of the spec's kind, e.g. ``"sliding_window"``."""
         return get_kv_cache_spec_kind(self.spec).value
 
+    @property
+    def name(self) -> str:
+        """The kind, and how far a token sees: ``"sliding_window 512"``."""
+        reach = get_kv_cache_spec_sliding_window(self.spec)
+        if isinstance(self.spec, ChunkedLocalAttentionSpec):
+            reach = self.spec.attention_chunk_size
+        return f"{self.kind} {reach}" if reach else self.kind
+
     def __str__(self) -> str:
-        window = get_kv_cache_spec_sliding_window(self.spec)
-        name = f"{self.kind} {window}" if window else self.kind
         groups = "1 group" if self.num_groups == 1 else f"{self.num_groups} groups"
-        return f"{name} ({groups}, block size {self.spec.block_size})"
+        return f"{self.name} ({groups}, block size {self.spec.block_size})"
 
 
 def get_attention_types(kv_cache_config: KVCacheConfig) -> tuple[AttentionType, ...]:

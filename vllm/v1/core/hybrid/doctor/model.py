@@ -41,7 +41,6 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
-    get_kv_cache_spec_sliding_window,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
@@ -188,17 +187,12 @@ def _managers(
     return tuple(
         Manager(
             name=_manager_name(groups[t.group_ids[0]]),
-            attention=_attention(t),
+            attention=t.name,
             block_size=t.spec.block_size,
             groups=tuple(Group(i, _layers(groups[i].layer_names)) for i in t.group_ids),
         )
         for t in attention_types
     )
-
-
-def _attention(attention_type: AttentionType) -> str:
-    window = get_kv_cache_spec_sliding_window(attention_type.spec)
-    return f"{attention_type.kind} {window}" if window else attention_type.kind
 
 
 def _manager_name(group: KVCacheGroupSpec) -> str:
