@@ -25,6 +25,7 @@ class Mutant:
 MANAGER = "kv_cache_manager.py"
 POOL = "block_pool.py"
 BASE = "managers/base.py"
+CHUNKS = "managers/chunked_local.py"
 FULL = "managers/full_attention.py"
 WINDOW = "managers/sliding_window.py"
 COORDINATOR = "coordinators/base.py"
@@ -68,6 +69,18 @@ MUTANTS = (
         NATIVE_SEARCH,
         "const std::size_t first = found.size() > length ? found.size() - length : 0;",
         "const std::size_t first = found.size() > length ? found.size() - length + 1 : 0;",
+    ),
+    Mutant(
+        "a hit of a chunk is not checked again in the chunk before",
+        CHUNKS,
+        "// self.block_size >= first:",
+        "// self.block_size >= 0:",
+    ),
+    Mutant(
+        "a chunk is released before it is over",
+        CHUNKS,
+        "        return num_computed_tokens // self.chunk_size * self.chunk_size\n",
+        "        return -(-num_computed_tokens // self.chunk_size) * self.chunk_size\n",
     ),
     Mutant(
         "hits end inside another type's block",

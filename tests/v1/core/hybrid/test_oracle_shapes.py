@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from support.oracle import Chunked, Full, OracleSettings, Sliding
+from support.oracle import Chunked, Full, OracleSettings, ReadFault, Sliding
 from support.oracle.workload import Add, Case, Run, random_operations, run_case
 from vllm.v1.core.hybrid import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
@@ -88,6 +89,11 @@ CHUNKS_OF_THE_FORK = {
 def test_chunks_that_base_does_not_take(kinds: tuple, settings: OracleSettings) -> None:
     test_shape(KVCacheManager, kinds, settings)
     test_shape_in_a_small_pool(KVCacheManager, kinds, settings)
+
+
+def test_base_reads_blocks_that_it_does_not_have_where_a_chunk_begins_inside_of_one() -> None:
+    with pytest.raises(ReadFault, match="which is the null block"):
+        test_shape_in_a_small_pool(BaseManager, CHUNKS_OF_THE_FORK["inside of a block"], PLAIN)
 
 
 @pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
