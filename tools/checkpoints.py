@@ -24,8 +24,10 @@ __all__ = [
     "CheckpointError",
     "cache_dir",
     "gemma3_270m",
+    "tiny_falcon_h1",
     "tiny_gemma2",
     "tiny_gemma3",
+    "tiny_granite4",
     "tiny_llama",
     "tiny_llama4",
     "tiny_mistral",
@@ -62,6 +64,16 @@ def tiny_llama4(force: bool = False) -> Path:
     return ensure_tiny(tiny_models.TINY_LLAMA4, force)
 
 
+def tiny_granite4(force: bool = False) -> Path:
+    """Granite 4: three layers with a Mamba state, then one with full attention."""
+    return ensure_tiny(tiny_models.TINY_GRANITE4, force)
+
+
+def tiny_falcon_h1(force: bool = False) -> Path:
+    """Falcon-H1: two layers, each with a Mamba state and full attention."""
+    return ensure_tiny(tiny_models.TINY_FALCON_H1, force)
+
+
 #: Every checkpoint that can be made, by its name on the command line.
 CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "gemma3-270m": gemma3_270m,
@@ -70,6 +82,8 @@ CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "tiny-mistral": tiny_mistral,
     "tiny-llama": tiny_llama,
     "tiny-llama4": tiny_llama4,
+    "tiny-granite4": tiny_granite4,
+    "tiny-falcon-h1": tiny_falcon_h1,
 }
 
 

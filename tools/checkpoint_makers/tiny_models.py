@@ -119,6 +119,8 @@ def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tens
         return (parameter + offset) * model.attention_gain - offset + 0.1 * noise
     if "norm" in leaf:
         return parameter + 0.1 * noise
+    if kind in ("A_log", "D", "dt_bias"):
+        return parameter + 0.1 * noise  # of a state: how fast it forgets, and the like
     if kind == "bias":
         return 0.1 * noise
     if leaf == "embed_tokens":
@@ -168,6 +170,42 @@ TINY_MISTRAL = TinyModel(
     "tiny-mistral", "mistral", {"num_hidden_layers": 4, "sliding_window": WINDOW}
 )
 TINY_LLAMA = TinyModel("tiny-llama", "llama", {"num_hidden_layers": 4})
+#: Three layers with a state of Mamba 2, then one with full attention.
+TINY_GRANITE4 = TinyModel(
+    "tiny-granite4",
+    "granitemoehybrid",
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba"] * 3 + ["attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "attention_multiplier": 0.18,
+        "position_embedding_type": "nope",
+        # No experts: they would only cost time.
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 256,
+    },
+)
+#: Two layers that each have both, a state of Mamba 2 and full attention.
+TINY_FALCON_H1 = TinyModel(
+    "tiny-falcon-h1",
+    "falcon_h1",
+    {
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+)
 TINY_LLAMA4 = TinyModel(
     "tiny-llama4",
     "llama4_text",

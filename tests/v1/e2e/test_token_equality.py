@@ -40,6 +40,8 @@ SMALL_POOLS = {
     "tiny-mistral": 12,
     "tiny-llama": 24,
     "tiny-llama4": 44,
+    "tiny-granite4": 24,
+    "tiny-falcon-h1": 24,
 }
 REAL_POOL = 190
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64}
@@ -136,6 +138,37 @@ def test_no_prefix_cache(engines: EnginePair, tiny_model: Path) -> None:
 
     assert_same_outputs(base, fork)
     assert fork.total("prefix_cache_hits") == 0
+
+
+MAMBA_MODELS = [checkpoints.tiny_granite4, checkpoints.tiny_falcon_h1]
+
+
+@pytest.mark.parametrize("model", MAMBA_MODELS)
+def test_mamba_without_prefix_cache(engines: EnginePair, model: Callable[[], Path]) -> None:
+    """Requests that come and go take over each other's states."""
+    rounds = [r for r in ordinary_rounds() if not r.reset_prefix_cache]
+    base, fork = engines.run(
+        model(), [*rounds, *busy_rounds()], enable_prefix_caching=False, max_num_batched_tokens=64
+    )
+
+    assert "Hybrid KV cache: active" in fork.log and "mamba (" in fork.log
+    assert_same_outputs(base, fork)
+    assert fork.num_steps == base.num_steps
+
+
+@pytest.mark.parametrize("model", MAMBA_MODELS)
+def test_mamba_with_preemption(engines: EnginePair, model: Callable[[], Path]) -> None:
+    base, fork = engines.run(
+        model(),
+        busy_rounds(),
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=SMALL_POOLS[model().name],
+        **SMALL,
+    )
+
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
+    assert fork.total("num_preemptions") == base.total("num_preemptions")
 
 
 def test_chunked_prefill(engines: EnginePair, tiny_model: Path) -> None:

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST, KVCacheSpecRegistry
 
 SHAPE: dict[str, Any] = dict(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+MAMBA: dict[str, Any] = dict(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
 FULL = KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**SHAPE))
 
 
@@ -83,6 +84,10 @@ def test_sliding_window_in_the_cache_format_of_mla_is_covered():
     )
 
 
+def test_mamba_without_prefix_caching_is_covered():
+    assert find_uncovered_feature(facts_of(FULL, MambaSpec(**MAMBA))) is None
+
+
 def test_events_with_blocks_of_the_size_of_hashes_are_covered():
     facts = facts_of(FULL, SlidingWindowSpec(**SHAPE, sliding_window=64))
     assert find_uncovered_feature(replace(facts, enable_kv_cache_events=True)) is None
@@ -111,7 +116,11 @@ def platform_spec():
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
-        (MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)), "Mamba"),
+        (
+            MambaSpec(**MAMBA, mamba_cache_mode="align"),
+            "Mamba with prefix caching (mode align)",
+        ),
+        (MambaSpec(**MAMBA, num_speculative_blocks=2), "speculative decoding"),
         (CrossAttentionSpec(**SHAPE), "cross attention"),
         (SinkFullAttentionSpec(**SHAPE, sink_len=4), "full attention with a sink"),
         (RSWASpec(**SHAPE, rswa_window=64), "KV cache spec RSWASpec"),

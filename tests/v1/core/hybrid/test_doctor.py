@@ -167,8 +167,8 @@ def test_mamba_is_sent_to_base(results):
             "MambaManager mamba 128 1 2",
             "MambaManager mamba 128 2 3",
             "FullAttentionManager full_attention 128 3 1",
-            "Hybrid KV cache: using base vLLM's manager, because Mamba (KV cache group 0) is not "
-            "covered yet",
+            "Hybrid KV cache: using base vLLM's manager, because Mamba with prefix caching (mode "
+            "align) (KV cache group 0) is not covered yet",
         ],
     )
 
@@ -189,7 +189,11 @@ def test_what_else_is_sent_to_base(results, case, reason):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("error", "the hybrid KV cache does not cover Mamba (KV cache group 0) yet"),
+        (
+            "error",
+            "the hybrid KV cache does not cover Mamba with prefix caching (mode align) "
+            "(KV cache group 0) yet",
+        ),
         ("bad option", "hybrid_kv.enabled is 3; accepted are true and false"),
         ("bad value", "max_model_len (1000000)"),
         ("flags only", "MODEL is missing"),

@@ -248,7 +248,7 @@ def test_coordinators_refuse_what_they_cannot_do():
     [
         ({"retention": 24}, "prefix_cache_retention_interval is 24; accepted are 0 and"),
         ({"retention": -16}, "prefix_cache_retention_interval is -16"),
-        ({"kinds": (full(16),), "retention": 32}, "no sliding-window layers"),
+        ({"kinds": (full(16),), "retention": 32}, "no sliding-window or Mamba layers"),
         ({"hash_block_size": 6}, "must be a multiple of hash_block_size"),
         ({"watermark": -0.5}, "watermark is -0.5; accepted are values of 0.0 and above"),
     ],

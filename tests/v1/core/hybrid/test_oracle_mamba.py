@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba states under the content oracle, with base's manager, and faults that it finds.
+"""Mamba states under the content oracle, and faults that it finds.
 
-Base has two cache modes: "align" with prefix caching, "none" without.
+Base has two cache modes: "align" with prefix caching, which the fork leaves to base, and "none"
+without, in which both managers must come to the very same run.
 """
 
 import random
@@ -48,6 +49,7 @@ from support.oracle.planted_state_faults import (
 from support.oracle.states import StateAccess, StateMemory, StateRule, state_rule
 from support.oracle.workload import Abort, Add, Case, Reset, Run, make_engine, random_operations
 from support.oracle.workload import run_case as run_any_case
+from vllm.v1.core.hybrid import KVCacheManager as ForkManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -103,6 +105,10 @@ def run_case(manager_cls: Any, case: Case, check_integrity: bool = True) -> Orac
     """Run a case to its end; one that checks no state tells nothing."""
     engine = run_any_case(manager_cls, case, check_integrity)
     assert engine.state_reads_checked > 0
+    if manager_cls is BaseManager and not case.settings.enable_prefix_caching:
+        ours = run_any_case(ForkManager, case, check_integrity)
+        assert ours.state_reads_checked == engine.state_reads_checked
+        assert ours.num_preemptions == engine.num_preemptions
     return engine
 
 

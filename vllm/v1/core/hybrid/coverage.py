@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
+    MambaManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheSpecKind,
+    MambaSpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
 )
@@ -35,6 +37,7 @@ COVERED_BASE_MANAGERS: dict[type | None, type[KVCacheSpec]] = {
     FullAttentionManager: FullAttentionSpec,
     SlidingWindowManager: SlidingWindowSpec,
     ChunkedLocalAttentionManager: ChunkedLocalAttentionSpec,
+    MambaManager: MambaSpec,
 }
 
 #: Kinds that name what is not covered. Of the other kinds only some specs are not, R-SWA
@@ -42,7 +45,6 @@ COVERED_BASE_MANAGERS: dict[type | None, type[KVCacheSpec]] = {
 _NAMED_KINDS = {
     KVCacheSpecKind.CROSS_ATTENTION: "cross attention",
     KVCacheSpecKind.ENCODER_ONLY_ATTENTION: "encoder-only attention",
-    KVCacheSpecKind.MAMBA: "Mamba",
     KVCacheSpecKind.SINK_FULL_ATTENTION: "full attention with a sink",
 }
 
@@ -138,6 +140,11 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
         return _name_of(spec)
     if not spec.prefix_cacheable:
         return f"{type(spec).__name__} that opts out of prefix caching"
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode != "none":
+            return f"Mamba with prefix caching (mode {spec.mamba_cache_mode})"
+        if spec.num_speculative_blocks > 0:
+            return "speculative decoding"
     if isinstance(spec, SlidingWindowSpec) and spec.extra_retained_tokens > 0:
         return "speculative decoding"
     return None

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from vllm.v1.core.hybrid.attention_type import AttentionType
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ class CacheSettings:
         Raises:
             ValueError: naming the setting, its value and what would be accepted.
         """
+        # Without prefix caching nothing is hashed, and no hit has to end anywhere.
+        if self.enable_caching:
+            self._validate_block_sizes(attention_types)
+        self._validate_retention(attention_types)
+
+    def _validate_block_sizes(self, attention_types: tuple[AttentionType, ...]) -> None:
         if self.scheduler_block_size % self.hash_block_size != 0:
             raise ValueError(
                 f"scheduler_block_size ({self.scheduler_block_size}) must be a multiple of "
@@ -47,12 +53,11 @@ class CacheSettings:
                     f"scheduler_block_size ({self.scheduler_block_size}) must be a multiple of "
                     f"the block size of {attention_type}"
                 )
-            if self.enable_caching and block_size % self.hash_block_size != 0:
+            if block_size % self.hash_block_size != 0:
                 raise ValueError(
                     f"hash_block_size ({self.hash_block_size}) must divide the block size of "
                     f"{attention_type}"
                 )
-        self._validate_retention(attention_types)
 
     def _validate_retention(self, attention_types: tuple[AttentionType, ...]) -> None:
         interval = self.retention_interval
@@ -63,8 +68,8 @@ class CacheSettings:
                 f"prefix_cache_retention_interval is {interval}; accepted are 0 and positive "
                 f"multiples of {self.scheduler_block_size}"
             )
-        if not any(isinstance(t.spec, SlidingWindowSpec) for t in attention_types):
+        if not any(isinstance(t.spec, SlidingWindowSpec | MambaSpec) for t in attention_types):
             raise ValueError(
                 f"prefix_cache_retention_interval is {interval}, but this model has no "
-                "sliding-window layers for which it matters; accepted is 0"
+                "sliding-window or Mamba layers for which it matters; accepted is 0"
             )

@@ -6,11 +6,13 @@ from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import NEVER, SingleTypeKVCacheManager
 from vllm.v1.core.hybrid.managers.chunked_local import ChunkedLocalAttentionManager
 from vllm.v1.core.hybrid.managers.full_attention import FullAttentionManager
+from vllm.v1.core.hybrid.managers.mamba import MambaManager
 from vllm.v1.core.hybrid.managers.sliding_window import SlidingWindowManager
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -18,6 +20,7 @@ __all__ = [
     "NEVER",
     "ChunkedLocalAttentionManager",
     "FullAttentionManager",
+    "MambaManager",
     "SingleTypeKVCacheManager",
     "SlidingWindowManager",
     "create_manager",
@@ -39,6 +42,8 @@ def create_manager(
         manager_cls = SlidingWindowManager
     elif isinstance(attention_type.spec, ChunkedLocalAttentionSpec):
         manager_cls = ChunkedLocalAttentionManager
+    elif isinstance(attention_type.spec, MambaSpec):
+        manager_cls = MambaManager
     else:
         raise ValueError(f"no manager for {attention_type}")
     return manager_cls(type_id, attention_type, block_pool, settings)
