@@ -40,8 +40,8 @@ SMALL_POOLS = {
     "tiny-mistral": 12,
     "tiny-llama": 24,
     "tiny-llama4": 44,
-    "tiny-granite4": 24,
-    "tiny-falcon-h1": 24,
+    "tiny-granite4": 20,
+    "tiny-falcon-h1": 14,
 }
 REAL_POOL = 190
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64}
