@@ -12,7 +12,7 @@ repeats one token; such a model proves nothing about a KV cache. Here
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,8 @@ class TinyModel:
     attention_gain: float = 2.0
     #: Scale of what attention and feed-forward layers add to the residual stream.
     residual_gain: float = 2.0
+    #: The same for single projections, by name, where they would drown what else is added.
+    gains: Mapping[str, float] = field(default_factory=dict)
 
     def origin(self) -> dict[str, object]:
         return {
@@ -75,6 +77,7 @@ class TinyModel:
             "embedding_std": self.embedding_std,
             "attention_gain": self.attention_gain,
             "residual_gain": self.residual_gain,
+            "gains": self.gains,
         }
 
 
@@ -119,8 +122,13 @@ def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tens
         return (parameter + offset) * model.attention_gain - offset + 0.1 * noise
     if "norm" in leaf:
         return parameter + 0.1 * noise
-    if kind in ("A_log", "D", "dt_bias"):
-        return parameter + 0.1 * noise  # of a state: how fast it forgets, and the like
+    # A Mamba state that lasts for tens of tokens, and is not drowned by the token itself.
+    if kind == "A_log":
+        return 0.3 * noise - 1.0
+    if kind == "dt_bias":
+        return 0.5 * noise - 2.0
+    if kind == "D":
+        return 0.1 * noise
     if kind == "bias":
         return 0.1 * noise
     if leaf == "embed_tokens":
@@ -131,7 +139,7 @@ def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tens
         return _favour_printable(noise)
     if leaf in ("q_proj", "k_proj"):
         return model.attention_gain * noise
-    return model.residual_gain * noise
+    return model.gains.get(leaf, model.residual_gain) * noise
 
 
 def _favour_printable(rows: "torch.Tensor") -> "torch.Tensor":
@@ -190,6 +198,7 @@ TINY_GRANITE4 = TinyModel(
         "num_experts_per_tok": 0,
         "shared_intermediate_size": 256,
     },
+    gains={"o_proj": 4.0, "out_proj": 1.0, "output_linear": 0.5},
 )
 #: Two layers that each have both, a state of Mamba 2 and full attention.
 TINY_FALCON_H1 = TinyModel(
@@ -204,7 +213,9 @@ TINY_FALCON_H1 = TinyModel(
         "mamba_d_state": 32,
         "mamba_d_conv": 4,
         "mamba_expand": 2,
+        "mamba_rms_norm": True,
     },
+    gains={"o_proj": 4.0, "out_proj": 1.0, "down_proj": 0.5},
 )
 TINY_LLAMA4 = TinyModel(
     "tiny-llama4",
@@ -218,5 +229,9 @@ TINY_LLAMA4 = TinyModel(
         # No experts: they would only cost time.
         "interleave_moe_layer_step": 0,
         "moe_layers": [],
+        # Norms without weights would undo the gain of queries and keys.
+        "use_qk_norm": False,
     },
+    attention_gain=1.0,
+    gains={"o_proj": 6.0},
 )
