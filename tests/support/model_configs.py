@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from checkpoint_makers.tiny_models import MAMBA2
+
 _DECODER: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -50,12 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "granitemoehybrid",
         "num_hidden_layers": 4,
         "layer_types": ["mamba", "attention", "mamba", "mamba"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
+        **MAMBA2,
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "shared_intermediate_size": 256,

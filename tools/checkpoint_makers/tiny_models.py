@@ -178,6 +178,15 @@ TINY_MISTRAL = TinyModel(
     "tiny-mistral", "mistral", {"num_hidden_layers": 4, "sliding_window": WINDOW}
 )
 TINY_LLAMA = TinyModel("tiny-llama", "llama", {"num_hidden_layers": 4})
+#: The sizes of a state, for a hidden size of 128.
+MAMBA2: dict[str, object] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 #: Three layers with a state of Mamba 2, then one with full attention.
 TINY_GRANITE4 = TinyModel(
     "tiny-granite4",
@@ -185,12 +194,7 @@ TINY_GRANITE4 = TinyModel(
     {
         "num_hidden_layers": 4,
         "layer_types": ["mamba"] * 3 + ["attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
+        **MAMBA2,
         "attention_multiplier": 0.18,
         "position_embedding_type": "nope",
         # No experts: they would only cost time.
@@ -207,12 +211,7 @@ TINY_FALCON_H1 = TinyModel(
     {
         "num_hidden_layers": 2,
         "mamba_d_ssm": 256,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
+        **MAMBA2,
         "mamba_rms_norm": True,
     },
     seed=1,

@@ -10,7 +10,11 @@ from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 #: No count of tokens or blocks reaches it.
@@ -53,6 +57,12 @@ class SingleTypeKVCacheManager(ABC):
         self.caches_all = True
         #: Most blocks that one request ever holds at a time.
         self.max_blocks_per_request = NEVER
+        if isinstance(attention_type.spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+            # The bound that base sizes the pool by: admission has to agree with it.
+            self.max_blocks_per_request = attention_type.spec.max_admission_blocks_per_request(
+                max_in_flight_tokens=settings.max_in_flight_tokens,
+                max_model_len=settings.max_model_len,
+            )
         self.records_new_block_ids = settings.needs_zeroing and isinstance(
             attention_type.spec, AttentionSpec
         )
@@ -84,11 +94,14 @@ class SingleTypeKVCacheManager(ABC):
         without `caches_all`. ``boundaries`` are token positions, multiples of the scheduler
         block size, where a later request can be expected to resume.
         """
-        return ((begin, end),)
+        raise NotImplementedError
 
     def caches_beyond(self, num_tokens: int, boundaries: Sequence[int]) -> bool:
-        """Whether any block after the first ``num_tokens`` can serve a hit."""
-        return True
+        """Whether any block after the first ``num_tokens`` can serve a hit.
+
+        Asked only without `caches_all`.
+        """
+        raise NotImplementedError
 
     def next_release(self, num_released: int) -> int:
         """The number of processed tokens at which one block more than ``num_released``, counted

@@ -31,11 +31,6 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         assert isinstance(spec, ChunkedLocalAttentionSpec)
         #: Tokens; chunks begin at its multiples.
         self.chunk_size = spec.attention_chunk_size
-        # The bound that base sizes the pool by: admission has to agree with it.
-        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
-            max_in_flight_tokens=settings.max_in_flight_tokens,
-            max_model_len=settings.max_model_len,
-        )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size

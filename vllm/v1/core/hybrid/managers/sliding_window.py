@@ -44,11 +44,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
             self.retention_interval is not None
             and self.retention_interval <= self.num_blocks_before
         )
-        # The bound that base sizes the pool by: admission has to agree with it.
-        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
-            max_in_flight_tokens=settings.max_in_flight_tokens,
-            max_model_len=settings.max_model_len,
-        )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         num_skipped = num_computed_tokens - self.num_tokens_before
