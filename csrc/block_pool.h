@@ -22,6 +22,9 @@ struct TypeShape {
   std::int64_t num_groups;        // physical blocks of one logical block
   std::int64_t block_size;
   std::int64_t hashes_per_block;  // a type with larger blocks reads each n-th block hash
+  // A block does not hold its own tokens, but a state that sums up the whole prefix. Of the new blocks
+  // of a step only the last is written; null blocks stand for the others.
+  bool holds_states;
 };
 
 // The physical blocks of all attention types, and the grouped blocks made of them.
@@ -50,6 +53,11 @@ class BlockPool {
   std::int64_t num_blocks_for(std::size_t type_id, std::int64_t num_tokens) const {
     const std::int64_t block_size = types_[type_id].block_size;
     return num_tokens / block_size + (num_tokens % block_size > 0);
+  }
+
+  // Of so many new blocks of a type, in token order, those that are not null.
+  std::int64_t num_not_null(std::size_t type_id, std::int64_t num_new) const {
+    return types_[type_id].holds_states ? std::min<std::int64_t>(num_new, 1) : num_new;
   }
 
   std::size_t num_free() const { return blank_.size() + num_evictable_ids_; }

@@ -23,7 +23,8 @@ struct BlockList {
 // |  released  |  cached or left out of the cache  |  not final yet  |
 // 0      num_released                          num_cached         size()
 //
-// Released blocks have left the window: the null block stands in their place.
+// Released blocks have left the window: the null block stands in their place. So it does between the
+// states of a type that holds states.
 class BlockTable {
  public:
   BlockTable(std::shared_ptr<BlockPool> pool, std::int64_t type_id);
@@ -38,7 +39,7 @@ class BlockTable {
   std::size_t num_cached() const { return num_cached_; }
   const std::vector<BlockIndex>& blocks() const { return blocks_; }
 
-  // Appends new blocks. Throws std::invalid_argument, with nothing changed, if too few are free.
+  // Appends new blocks, of which BlockPool::num_not_null() are not null. Throws std::invalid_argument, with nothing changed, if too few are free.
   void allocate(std::int64_t num_blocks);
 
   // Throws std::invalid_argument if the table is not empty, or if a block of the hit was evicted

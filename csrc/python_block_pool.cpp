@@ -37,11 +37,11 @@ void init_pool(PyPool* self, nb::handle num_blocks, nb::handle types, bool recor
   std::vector<TypeShape> shapes;
   for (nb::handle type : nb::iter(types)) {
     const std::vector<std::int64_t> shape = to_ids(type);
-    if (shape.size() != 3) {
-      throw std::invalid_argument(
-          "an attention type is described by num_groups, block_size and hashes_per_block");
+    if (shape.size() != 4) {
+      throw std::invalid_argument("an attention type is described by num_groups, block_size, "
+                                  "hashes_per_block and holds_states");
     }
-    shapes.push_back({shape[0], shape[1], shape[2]});
+    shapes.push_back({shape[0], shape[1], shape[2], shape[3] != 0});
   }
   new (self) PyPool{
       std::make_shared<BlockPool>(to_int64(num_blocks), std::move(shapes), records_evictions)};
@@ -150,7 +150,9 @@ std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle n
     if (!most.empty()) num_blocks = std::min(num_blocks, most[i]);
     const std::size_t num_there = found[i]->size() + adopted[i].blocks->blocks.size();
     num_blocks -= std::max(static_cast<std::int64_t>(num_there), adopted[i].num_skipped);
-    num_ids += std::max<std::int64_t>(num_blocks, 0) * num_groups(self, found[i]->type_id());
+    const std::size_t type_id = found[i]->type_id();
+    num_blocks = self.pool->num_not_null(type_id, std::max<std::int64_t>(num_blocks, 0));
+    num_ids += num_blocks * num_groups(self, type_id);
   }
   return num_ids;
 }
@@ -184,7 +186,8 @@ nb::object allocate(const PyPool& self, nb::handle tables, nb::handle num_tokens
   const std::vector<BlockTable*> found = to_tables(self, tables);
   std::int64_t missing = 0;
   for (const BlockTable* table : found) {
-    missing += table->num_missing(tokens) * num_groups(self, table->type_id());
+    const std::size_t type_id = table->type_id();
+    missing += self.pool->num_not_null(type_id, table->num_missing(tokens)) * num_groups(self, type_id);
   }
   const std::int64_t num_free = static_cast<std::int64_t>(self.pool->num_free());
   if (kept > num_free || missing > num_free - kept) return nb::none();

@@ -27,6 +27,8 @@ POOL = "block_pool.py"
 BASE = "managers/base.py"
 CHUNKS = "managers/chunked_local.py"
 FULL = "managers/full_attention.py"
+RECENT = "managers/recent_blocks.py"
+STATES = "managers/mamba.py"
 WINDOW = "managers/sliding_window.py"
 COORDINATOR = "coordinators/base.py"
 HYBRID = "coordinators/hybrid.py"
@@ -48,21 +50,21 @@ MUTANTS = (
     ),
     Mutant(
         "free a block one token early",
-        WINDOW,
+        RECENT,
         "num_skipped = num_computed_tokens - self.num_tokens_before",
         "num_skipped = num_computed_tokens - self.num_tokens_before + 1",
     ),
     Mutant(
         "off by one in the window",
         WINDOW,
-        "self.num_tokens_before = spec.sliding_window - 1",
-        "self.num_tokens_before = spec.sliding_window - 2",
+        "spec.sliding_window - 1)",
+        "spec.sliding_window - 2)",
     ),
     Mutant(
         "a hit of a window lacks its first, partly read block",
-        WINDOW,
-        "cdiv(self.num_tokens_before, self.block_size)",
-        "self.num_tokens_before // self.block_size",
+        RECENT,
+        "cdiv(num_tokens_before, self.block_size)",
+        "num_tokens_before // self.block_size",
     ),
     Mutant(
         "a hit of a window is not checked to its beginning",
@@ -83,8 +85,26 @@ MUTANTS = (
         "        return -(-num_computed_tokens // self.chunk_size) * self.chunk_size\n",
     ),
     Mutant(
+        "a state is hit in the step that writes it",
+        STATES,
+        "not in self._cached_this_step",
+        "not in ()",
+    ),
+    Mutant(
+        "a state is released while the next step reads it",
+        STATES,
+        "num_tokens_before=1)",
+        "num_tokens_before=0)",
+    ),
+    Mutant(
+        "a step takes a state for each of its blocks",
+        NATIVE_SEARCH,
+        "types_[type_id].holds_states ? ",
+        "types_[type_id].num_groups == 0 ? ",
+    ),
+    Mutant(
         "hits end inside another type's block",
-        WINDOW,
+        RECENT,
         "alignment=self.blocks_per_hit,",
         "alignment=1,",
     ),
@@ -254,7 +274,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request sleeps past a block that leaves the window",
-        WINDOW,
+        RECENT,
         "return (num_released + 1) * self.block_size + self.num_tokens_before",
         "return (num_released + 2) * self.block_size + self.num_tokens_before",
     ),

@@ -34,7 +34,12 @@ TESTS = ROOT / "tests/v1/core/hybrid"
 LAYERS = {
     "unit": ("test_block_pool.py", "test_managers.py", "test_kv_cache_manager.py"),
     "differential": ("test_differential_cases.py", "test_differential.py"),
-    "oracle": ("test_oracle.py", "test_oracle_shapes.py", "test_oracle_random.py"),
+    "oracle": (
+        "test_oracle.py",
+        "test_oracle_shapes.py",
+        "test_oracle_random.py",
+        "test_oracle_mamba.py",
+    ),
 }
 #: A fault that makes the manager loop for ever is caught too.
 TIMEOUT_SECONDS = 900

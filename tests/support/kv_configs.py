@@ -14,11 +14,12 @@ import torch
 from hypothesis import strategies as st
 
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -33,14 +34,21 @@ class AttentionKind:
     blocks for zeroing.
     """
 
-    kind: str  # "full", "mla", "sliding" or "chunked"
+    kind: str  # "full", "mla", "sliding", "chunked" or "mamba"
     block_size: int
     groups: int = 1
     window: int | None = None  # of chunked local attention, the chunk
     variant: int = 0
     dtype: str = "bfloat16"
 
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> KVCacheSpec:
+        if self.kind == "mamba":
+            return MambaSpec(
+                block_size=self.block_size,
+                shapes=((1 + self.variant, 64),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+            )
         shape: dict[str, Any] = dict(
             block_size=self.block_size,
             num_kv_heads=1,
@@ -58,12 +66,19 @@ class AttentionKind:
         return SlidingWindowSpec(**shape, sliding_window=self.window)
 
     @property
+    def holds_states(self) -> bool:
+        """Whether a block holds a state that sums up the whole prefix."""
+        return self.kind == "mamba"
+
+    @property
     def reads_all(self) -> bool:
         """Whether a token attends to all before it."""
-        return self.window is None
+        return self.window is None and not self.holds_states
 
     def first_read(self, position: int) -> int:
-        """The first position that a token at ``position`` attends to."""
+        """The first position that a token at ``position`` attends to, or whose state it reads."""
+        if self.holds_states:
+            return max(0, position - 1)
         if self.window is None:
             return 0
         if self.kind == "chunked":
@@ -85,6 +100,10 @@ def sliding(window: int, block_size: int, groups: int = 1, **kwargs: Any) -> Att
 
 def chunked(chunk: int, block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
     return AttentionKind("chunked", block_size, groups, window=chunk, **kwargs)
+
+
+def mamba(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("mamba", block_size, groups, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -127,6 +146,10 @@ class KVSetup:
         if not self.caching or not self.kinds:
             return self.scheduler_block_size
         return self.hash_block_size or math.gcd(*(kind.block_size for kind in self.kinds))
+
+    @property
+    def holds_states(self) -> bool:
+        return any(kind.holds_states for kind in self.kinds)
 
     @property
     def publishes_parts_of_blocks(self) -> bool:
@@ -187,11 +210,18 @@ def group_counts() -> st.SearchStrategy[int]:
 
 
 @st.composite
-def attention_kinds(draw: st.DrawFn, max_kinds: int = 6) -> tuple[AttentionKind, ...]:
-    """1 to 6 distinct attention types with 46 groups at most, few most often."""
+def attention_kinds(
+    draw: st.DrawFn, max_kinds: int = 6, states: bool = False
+) -> tuple[AttentionKind, ...]:
+    """1 to 6 distinct attention types with 46 groups at most, few most often.
+
+    With ``states`` one of them is Mamba, with the block size of all.
+    """
     num_kinds = draw(st.one_of(st.integers(1, 2), st.integers(1, 3), st.integers(1, max_kinds)))
     unit = draw(st.sampled_from([4, 2, 8, 16, 4, 8, 16, 1]))
     multiples = draw(st.sampled_from([(1,), (1,), (1, 2), (1, 2, 4), (1, 3), (2, 3)]))
+    if states:
+        multiples = (1,)
     mixed_dtypes = draw(st.integers(0, 9)) == 9
     kinds: list[AttentionKind] = []
     groups_left = 46
@@ -202,6 +232,8 @@ def attention_kinds(draw: st.DrawFn, max_kinds: int = 6) -> tuple[AttentionKind,
         names = ["full", "sliding", "sliding", "mla"]
         # Base takes chunks with a single block size only.
         kind = draw(st.sampled_from([*names, "chunked"] if multiples == (1,) else names))
+        if states and i == num_kinds - 1:
+            kind = "mamba"
         window = None
         if kind == "chunked":
             window = unit * draw(st.one_of(st.integers(1, 6), st.just(100)))
@@ -263,16 +295,17 @@ def setups(
         num_blocks = 1 + max(per_request, min(per_request * requests, 12_000))
     lcm = math.lcm(*(kind.block_size for kind in chosen))
     gcd = math.gcd(*(kind.block_size for kind in chosen))
-    sparse = any(kind.kind == "sliding" for kind in chosen)
+    sparse = any(kind.kind in ("sliding", "mamba") for kind in chosen)
+    states = any(kind.holds_states for kind in chosen)
     intervals = [None, 0, lcm, 2 * lcm, 4 * lcm] if sparse else [None, 0]
     several_groups = sum(kind.groups for kind in chosen) > 1
-    finer = [None, None, None, 1, gcd // 2] if several_groups and gcd > 1 else [None]
+    finer = [None, None, None, 1, gcd // 2] if several_groups and gcd > 1 and not states else [None]
     setup = KVSetup(
         kinds=chosen,
         num_blocks=num_blocks,
         layout=draw(layouts(chosen)),
         retention=draw(st.sampled_from(intervals)),
-        caching=draw(st.sampled_from([True] * 9 + [False])),
+        caching=states or draw(st.sampled_from([True] * 9 + [False])),
         events=draw(st.sampled_from([True, True, False])),
         log_stats=draw(st.sampled_from([True, True, False])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.3])),

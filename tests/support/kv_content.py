@@ -30,10 +30,15 @@ class KVContent:
         """KV of positions ``start`` to ``end`` is computed, in every group."""
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
             size = kind.block_size
-            for index in range(start // size, -(-end // size)):
+            # Of states only the last one is written.
+            first_index = (end - 1) // size if kind.holds_states else start // size
+            for index in range(first_index, -(-end // size)):
                 block_id = table[index]
                 if block_id == 0:
                     raise Unsafe(f"group {group} writes block {index} to the null block")
+                if kind.holds_states:
+                    self._blocks[block_id] = (group, index, [identities[end - 1]])
+                    continue
                 block = self._blocks.get(block_id)
                 if block is None or block[:2] != (group, index):
                     block = self._blocks[block_id] = (group, index, [0] * size)
@@ -41,13 +46,28 @@ class KVContent:
                 offset = index * size
                 block[2][first - offset : last - offset] = identities[first:last]
 
+    def check_states(
+        self, tables: Sequence[Sequence[int]], identities: list[int], start: int
+    ) -> None:
+        """A step from position ``start`` on finds its states; to be asked before its writes."""
+        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
+            if kind.holds_states and start:
+                index = (start - 1) // kind.block_size
+                if self._blocks.get(table[index]) != (group, index, [identities[start - 1]]):
+                    raise Unsafe(
+                        f"group {group} reads the state after token {start - 1} from id "
+                        f"{table[index]}, which holds another"
+                    )
+                self.num_slots_checked += 1
+
     def check_step(
         self, tables: Sequence[Sequence[int]], identities: list[int], start: int, end: int
     ) -> None:
         """Every read of a step that computes positions ``start`` to ``end`` is right."""
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            first = kind.first_read(start)
-            self._check(group, table, identities, first, end, "reads")
+            if not kind.holds_states:
+                first = kind.first_read(start)
+                self._check(group, table, identities, first, end, "reads")
 
     def check_hit(
         self, tables: Sequence[Sequence[int]], identities: list[int], hit_length: int
@@ -56,10 +76,15 @@ class KVContent:
 
         Blocks that the hit gives but that no later token attends to must be right too.
         """
+        self.check_states(tables, identities, hit_length)
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
             size = kind.block_size
             if hit_length % size or len(table) * size != hit_length:
                 raise Unsafe(f"group {group}: {len(table)} blocks for a hit of {hit_length} tokens")
+            if kind.holds_states:
+                if any(table[:-1]):
+                    raise Unsafe(f"group {group} hits more than the state at the end: {table}")
+                continue
             first = kind.first_read(hit_length)
             self._check(group, table, identities, first, hit_length, "hits")
             for index in range(first // size):

@@ -22,6 +22,8 @@ class ManagerDriver(ManagerModel):
 
     def apply(self, op: Op) -> Observation:
         """Perform ``op`` and return all that it shows; ``{"skipped": ...}`` if it finds nothing."""
+        # A step of the scheduler, but for those that stand between two.
+        self.manager.new_step_starts()
         seen = getattr(self, f"op_{op[0]}")(*op[1:])
         return seen | self.audit()
 
@@ -61,6 +63,7 @@ class ManagerDriver(ManagerModel):
             blocks, hit, boundary = self.manager.empty_kv_cache_blocks, 0, 0
             computed = request.num_computed_tokens
         num_tokens = min(request.num_tokens - computed, max(1, min(chunk, self.setup.max_chunk)))
+        num_tokens = self.end_at_states(live, computed, num_tokens)
         new_blocks = self.manager.allocate_slots(
             request,
             num_tokens,
@@ -89,6 +92,28 @@ class ManagerDriver(ManagerModel):
         request.num_computed_tokens = computed
         return seen | {"admitted": True} | self.advance(live, num_tokens, new_blocks)
 
+    def end_at_states(self, live: LiveRequest, start: int, num_tokens: int) -> int:
+        """A chunk of a prefill, cut as base's scheduler does it for models with states.
+
+        A state can be hit where a block ends, so there a step has to end, too.
+        """
+        if not self.setup.holds_states:
+            return num_tokens
+        request, size = live.request, self.setup.scheduler_block_size
+        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        end = start + num_tokens
+        if start >= prefill_end:
+            return num_tokens
+        if end < prefill_end and end // size * size > start:
+            end = end // size * size
+        stops = [(request.num_tokens - 1) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        junction = request.shared_prefix_boundary
+        if start < junction < end:
+            stops.append(start + (junction - start) // size * size)
+        return min((stop for stop in stops if start < stop < end), default=end) - start
+
     def op_run(self, pick: int, chunk: int) -> Observation:
         """Schedule a running request: its next chunk, or one token to decode."""
         ready = [live for live in self.running if self.num_runnable(live) > 0]
@@ -108,6 +133,7 @@ class ManagerDriver(ManagerModel):
 
     def run(self, live: LiveRequest, chunk: int) -> Observation:
         num_tokens = min(self.num_runnable(live), max(1, min(chunk, self.setup.max_chunk)))
+        num_tokens = self.end_at_states(live, live.request.num_computed_tokens, num_tokens)
         seen: Observation = {"request": live.request_id, "preempted": []}
         while True:
             new_blocks = self.manager.allocate_slots(
@@ -152,13 +178,14 @@ class ManagerDriver(ManagerModel):
 
     def op_step(self, budget: int) -> Observation:
         """A whole step: running requests, then waiting ones in order, then due outputs."""
-        self.manager.new_step_starts()
         # What the scheduler drains each step, of features that are not in use.
         seen: Observation = {
             "copies": self.manager.take_kv_cache_block_copies(),
-            "offloads": self.manager.take_boundary_state_offloads(),
             "steps": [],
         }
+        offloads = self.manager.take_boundary_state_offloads()
+        if not self.setup.holds_states:  # KV connectors with states are base's
+            seen["offloads"] = offloads
         budget = max(1, min(budget, self.setup.max_chunk))
         preempted = False
         for live in list(self.running):
@@ -276,7 +303,8 @@ class ManagerDriver(ManagerModel):
         a step scheduled after that output could have cached the token that is dropped.
         """
         ready = [live for live in self.running if not live.request.is_prefill_chunk]
-        if not ready:
+        # A state cannot go back to before a token that is dropped.
+        if not ready or self.setup.holds_states:
             return {"skipped": "session"}
         live = ready[pick % len(ready)]
         request, path = live.request, self.plans[plan % len(self.plans)].path
@@ -321,8 +349,12 @@ class ManagerDriver(ManagerModel):
             return {"skipped": "look_up"}
         live = ready[pick % len(ready)]
         blocks, hit, boundary = self.look_up(live)
-        for_connector = self.manager.get_computed_blocks_for_connector(live.request)
+        for_connector = (blocks, hit, boundary, False)
+        if not self.setup.holds_states:  # KV connectors with states are base's
+            for_connector = self.manager.get_computed_blocks_for_connector(live.request)
         shorter = min(cut * self.setup.scheduler_block_size, hit)
+        if self.setup.holds_states:
+            shorter = hit  # there is no state before
         view = self.manager.truncate_computed_blocks(blocks, shorter) if hit else blocks
         ids = blocks.get_block_ids()
         for table, longer in zip(view.get_block_ids(), ids, strict=True):

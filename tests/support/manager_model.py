@@ -106,6 +106,8 @@ class ManagerModel:
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
             first = kind.first_read(start)
             end = -(-live.request.num_computed_tokens // kind.block_size)
+            if kind.holds_states:
+                end = first // kind.block_size + 1 if start else 0  # the states between are null
             if 0 in table[first // kind.block_size : end]:
                 raise Unsafe(
                     f"{live.request_id} group {group}: a block that the step at token {start} "
@@ -138,6 +140,7 @@ class ManagerModel:
                 raise Unsafe(f"{live.request_id} group {group}: {ids} is not the end of {table}")
         self.check_zeroing(new_ids)
         identities = live.identities(end)
+        self.content.check_states(tables, identities, start)
         self.content.write(tables, identities, start, end)
         self.content.check_step(tables, identities, start, end)
         request.num_computed_tokens = end
@@ -153,8 +156,14 @@ class ManagerModel:
     def check_zeroing(self, new_ids: Sequence[list[int]]) -> None:
         """The blocks to zero are exactly the new ones, where base zeroes at all."""
         to_zero = self.manager.take_new_block_ids()
-        mixed = len({kind.dtype for kind in self.groups}) > 1
-        expected = sorted(i for ids in new_ids for i in ids) if mixed else []
+        mixed = self.setup.holds_states or len({kind.dtype for kind in self.groups}) > 1
+        kinds = self.groups if mixed else ()
+        expected = sorted(
+            i
+            for kind, ids in zip(kinds, new_ids, strict=False)
+            for i in ids
+            if not kind.holds_states
+        )
         if sorted(to_zero) != expected:
             raise Unsafe(f"{to_zero} would be zeroed instead of {expected}")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.kv_configs import KVSetup, chunked, full, mla, sliding
+from support.kv_configs import KVSetup, chunked, full, mamba, mla, sliding
 from support.model_configs import write_config
 from support.plugin_state import plugin_state_restored
 from vllm.config import KVTransferConfig, VllmConfig
@@ -66,6 +66,9 @@ def facts_of(*groups: KVCacheGroupSpec | KVCacheSpec, **changes: Any) -> EngineF
         (full(32), sliding(64, 16), mla(8)),
         (full(16), chunked(64, 16, 3)),
         (chunked(64, 16), chunked(128, 16)),
+        (mamba(16, 3),),
+        (full(16), mamba(16, 3)),
+        (mamba(16), sliding(64, 16, 2)),
         (full(16, dtype="float16"), full(16, variant=1)),
     ],
 )
@@ -86,6 +89,14 @@ def test_sliding_window_in_the_cache_format_of_mla_is_covered():
 
 def test_mamba_without_prefix_caching_is_covered():
     assert find_uncovered_feature(facts_of(FULL, MambaSpec(**MAMBA))) is None
+
+
+def test_hits_inside_of_a_block_of_states_are_base_s():
+    setup = KVSetup((full(16), mamba(16)), num_blocks=100, hash_block_size=8)
+    facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)
+    assert find_uncovered_feature(facts) == (
+        "prefix hits inside of a Mamba block (prefix match unit 8)"
+    )
 
 
 def test_events_with_blocks_of_the_size_of_hashes_are_covered():
@@ -116,9 +127,10 @@ def platform_spec():
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
+        (MambaSpec(**MAMBA, mamba_cache_mode="all"), "the Mamba cache mode all"),
         (
-            MambaSpec(**MAMBA, mamba_cache_mode="align"),
-            "Mamba with prefix caching (mode align)",
+            MambaSpec(**MAMBA, mamba_cache_mode="align", num_prefill_checkpoint_blocks=1),
+            "Mamba states that are kept in the middle of a step",
         ),
         (MambaSpec(**MAMBA, num_speculative_blocks=2), "speculative decoding"),
         (CrossAttentionSpec(**SHAPE), "cross attention"),

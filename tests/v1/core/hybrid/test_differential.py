@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import pytest
 
+from support.base_with_states import BaseWithStates
 from support.differential import Difference, Totals, explore, run_program
 from support.kv_configs import KVSetup, attention_kinds, full, mla, sliding
 from support.kv_content import Unsafe
@@ -49,12 +50,12 @@ OPERATIONS = {
 }
 
 
-def report(name: str, totals: Totals) -> None:
+def report(name: str, totals: Totals, operations: set[str] = OPERATIONS) -> None:
     print(f"\n{name}: {totals}")
     assert totals.ops >= 1000, "too few operations to prove anything"
     assert min(totals.hits) > 0
     assert min(totals.slots_checked) > 0
-    assert {name for name, count in totals.effects.items() if count} == OPERATIONS
+    assert {name for name, count in totals.effects.items() if count} == operations
 
 
 def test_ample_pools() -> None:
@@ -87,6 +88,19 @@ def test_types_of_one_group_evict_as_base_does() -> None:
     report("types of one group", totals)
     assert min(totals.evictions) > 0
     assert totals.compared == totals.ops
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_states(tight: bool) -> None:
+    """Mamba states with prefix caching (base's mode ``align``), alone and with attention."""
+    totals = explore(
+        programs(tight=tight, kinds=attention_kinds(max_kinds=3, states=True)),
+        lambda program: run_program(program, KVCacheManager, BaseWithStates),
+        80,
+    )
+    report(f"states, {'tight' if tight else 'ample'} pools", totals, OPERATIONS - {"session"})
+    if not tight:
+        assert totals.compared > 0.95 * totals.ops
 
 
 def test_base_agrees_with_itself() -> None:

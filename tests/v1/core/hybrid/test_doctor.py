@@ -64,13 +64,14 @@ def results(tmp_path_factory):
         "mistral": ["--block-size", "32", str(write_config(models, "mistral"))],
         "llama4": [str(write_config(models, "llama4"))],
         "granite4": [granite],
+        "granite4, finer hits": [granite, "--prefix-match-unit", "64"],
         "bert": [str(write_config(models, "bert"))],
         "config file": [str(models / "gemma3" / "config.json")],
         "as vllm serve": [gemma, "--port", "9000", "--speculative-config", speculation],
         "two ranks": [gemma, "--tensor-parallel-size", "2"],
         "no hybrid manager": [gemma, "--disable-hybrid-kv-cache-manager"],
         "off": [gemma, "--additional-config", '{"hybrid_kv": {"enabled": false}}'],
-        "error": [granite, "--additional-config", uncovered_is_error],
+        "error": [granite, "--prefix-match-unit", "64", "--additional-config", uncovered_is_error],
         "bad option": [gemma, "--additional-config", '{"hybrid_kv": {"enabled": 3}}'],
         "bad flag": [gemma, "--no-such-flag"],
         "bad value": [gemma, "--max-model-len", "1000000"],
@@ -157,9 +158,9 @@ def test_zero_groups(results):
     )
 
 
-def test_mamba_is_sent_to_base(results):
+def test_mamba(results):
     assert model_part(results, "granite4") == (
-        1,
+        0,
         [
             "KV cache of GraniteMoeHybridForCausalLM",
             "manager attention block size group layers",
@@ -167,8 +168,8 @@ def test_mamba_is_sent_to_base(results):
             "MambaManager mamba 128 1 2",
             "MambaManager mamba 128 2 3",
             "FullAttentionManager full_attention 128 3 1",
-            "Hybrid KV cache: using base vLLM's manager, because Mamba with prefix caching (mode "
-            "align) (KV cache group 0) is not covered yet",
+            "Hybrid KV cache: active, 2 managers for 4 KV cache groups: mamba (3 groups, block "
+            "size 128); full_attention (1 group, block size 128)",
         ],
     )
 
@@ -176,6 +177,10 @@ def test_mamba_is_sent_to_base(results):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
+        (
+            "granite4, finer hits",
+            "prefix hits inside of a Mamba block (prefix match unit 64) is not covered yet",
+        ),
         ("as vllm serve", "speculative decoding is not covered yet"),
         ("off", "hybrid_kv.enabled is false in --additional-config"),
     ],
@@ -191,8 +196,8 @@ def test_what_else_is_sent_to_base(results, case, reason):
     [
         (
             "error",
-            "the hybrid KV cache does not cover Mamba with prefix caching (mode align) "
-            "(KV cache group 0) yet",
+            "the hybrid KV cache does not cover prefix hits inside of a Mamba block (prefix match "
+            "unit 64) yet",
         ),
         ("bad option", "hybrid_kv.enabled is 3; accepted are true and false"),
         ("bad value", "max_model_len (1000000)"),

@@ -3,7 +3,7 @@
 
 import pytest
 
-from support.kv_configs import AttentionKind, KVSetup, chunked, full, mla, sliding
+from support.kv_configs import AttentionKind, KVSetup, chunked, full, mamba, mla, sliding
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
@@ -34,6 +34,16 @@ def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
     for i in indices:
         table.cache(i, i + 1, HASHES)
     table.free()
+
+
+def cache_states(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
+    """The same for a type with states, of which a step leaves one behind, in its last block."""
+    pool = coordinator.block_pool
+    for i in indices:
+        table = pool.new_table(type_id)
+        pool.allocate((table,), (i + 1) * coordinator.managers[type_id].block_size)
+        table.cache(i, i + 1, HASHES)
+        table.free()
 
 
 def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:
@@ -108,6 +118,23 @@ def test_chunked_local_hits_need_the_chunk_before_the_boundary(chunk, cached, ma
     if cached:
         cache(coordinator, 0, *cached)
     assert hit_pattern(coordinator, max_tokens) == expected
+
+
+def test_a_state_is_hit_where_it_is():
+    coordinator = make_coordinator(mamba(16, 3))
+    cache_states(coordinator, 0, 1, 4)
+    assert hit_pattern(coordinator, 100) == (80, ["....x"])
+    assert hit_pattern(coordinator, 79) == (32, [".x"])
+    assert hit_pattern(coordinator, 31) == (0, [""])
+
+
+def test_attention_can_only_be_cut_to_where_a_state_is():
+    coordinator = make_coordinator(full(16), mamba(16, 3), sliding(33, 16))
+    cache(coordinator, 0, 0, 1, 2, 3)
+    cache_states(coordinator, 1, 1, 2, 4)
+    cache(coordinator, 2, 0, 1, 3)
+    assert hit_pattern(coordinator, 100) == (32, ["xx", ".x", "xx"])
+    assert coordinator.find_hit(HASHES, 100).num_uncached_shared == 32
 
 
 def test_hybrid_hit_is_the_longest_that_all_types_accept():
@@ -193,6 +220,74 @@ def test_a_chunk_is_released_when_it_is_over(chunk, releases):
         later = [n for n, more in releases.items() if more > num_released]
         assert not later or due == later[0]
     coordinator.check_integrity()
+
+
+def shape(table) -> str:
+    return "".join("." if block.is_null else "x" for block in table.blocks())
+
+
+def test_a_step_takes_one_state_however_long_it_is():
+    coordinator = make_coordinator(mamba(16, 3))
+    pool = coordinator.block_pool
+    free = pool.get_num_free_blocks()
+    blocks = coordinator.blocks_of("r")
+    (table,) = blocks.tables
+    none = coordinator.no_blocks
+    assert coordinator.num_physical_blocks_needed(blocks, 100, none, (0,)) == 3
+    (new,) = coordinator.allocate("r", blocks, 40)
+    assert (shape(table), [block.is_null for block in new]) == ("..x", [True, True, False])
+    assert coordinator.num_physical_blocks_needed(blocks, 48, none, (0,)) == 0
+    assert coordinator.num_physical_blocks_needed(blocks, 100, none, (0,)) == 3
+    assert len(coordinator.allocate("r", blocks, 48)[0]) == 0
+    coordinator.allocate("r", blocks, 96)
+    assert shape(table) == "..x..x"
+    assert pool.get_num_free_blocks() == free - 6
+    coordinator.check_integrity()
+    # The next query reads the state after 48 tokens until those of the next step are processed.
+    coordinator.release_skipped(blocks, 48)
+    assert (shape(table), blocks.next_released) == ("..x..x", 49)
+    coordinator.release_skipped(blocks, 96)
+    assert (shape(table), blocks.next_released) == (".....x", 97)
+    assert pool.get_num_free_blocks() == free - 3
+    coordinator.check_integrity()
+    coordinator.free("r")
+    assert pool.get_num_free_blocks() == free
+
+
+@pytest.mark.parametrize(
+    ("retention", "boundaries", "expected"),
+    [
+        (None, [64], [0, 1, 2, 3, 4, 5]),
+        (0, [64], [3]),
+        (0, [32, 80], [1, 4]),
+        (32, [16], [0, 1, 3, 5]),
+    ],
+)
+def test_states_that_can_serve_a_hit(retention, boundaries, expected):
+    coordinator = make_coordinator(full(16), mamba(16), retention=retention)
+    states = coordinator.managers[1]
+    assert states.caches_all == (retention is None)
+    if retention is not None:
+        runs = states.cacheable_blocks(0, 6, boundaries)
+        assert [i for run in runs for i in range(*run)] == expected
+
+
+def test_a_state_can_be_hit_from_the_step_after_the_one_that_writes_it():
+    manager = KVSetup((full(16), mamba(16)), 100).build(KVCacheManager)
+    requests = [
+        make_request(RequestPlan(path=((1, 40), (i, 5))), f"r{i}", block_hasher(16)) for i in (2, 3)
+    ]
+    manager.new_step_starts()
+    assert manager.allocate_slots(requests[0], 32) is not None
+    for in_time in (False, True):
+        blocks, hit, _ = manager.get_computed_blocks(requests[1])
+        assert hit == 32
+        free = manager.block_pool.get_num_free_blocks()
+        slots = manager.allocate_slots(requests[1], 8, hit, blocks)
+        assert (slots is not None) == in_time
+        assert (manager.block_pool.get_num_free_blocks() < free) == in_time
+        manager.check_integrity()
+        manager.new_step_starts()
 
 
 def test_next_event_is_the_first_thing_that_can_happen():

@@ -110,13 +110,14 @@ class BlockPool:
     """The physical KV cache blocks, and the grouped blocks made of them.
 
     ``types`` describes each attention type by its number of groups, its block size in
-    tokens, and how many block hashes a block spans.
+    tokens, how many block hashes a block spans, and whether a block holds a state that sums
+    up the whole prefix: of the new blocks of a step then only the last is not null.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        types: Sequence[tuple[int, int, int]],
+        types: Sequence[tuple[int, int, int, bool]],
         records_evictions: bool = False,
     ) -> None: ...
     @property

@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
@@ -31,6 +32,11 @@ class AttentionType:
     @property
     def is_full_attention(self) -> bool:
         return isinstance(self.spec, FullAttentionSpec)
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether a block holds a state that sums up the whole prefix, not its own tokens."""
+        return isinstance(self.spec, MambaSpec)
 
     @property
     def kind(self) -> str:

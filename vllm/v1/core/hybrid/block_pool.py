@@ -35,7 +35,12 @@ class BlockPool(_core.BlockPool):
         super().__init__(
             num_gpu_blocks,
             [
-                (t.num_groups, t.spec.block_size, settings.hashes_per_block(t.spec.block_size))
+                (
+                    t.num_groups,
+                    t.spec.block_size,
+                    settings.hashes_per_block(t.spec.block_size),
+                    t.holds_states,
+                )
                 for t in attention_types
             ],
             records_evictions=event_log is not None,

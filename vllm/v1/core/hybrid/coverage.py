@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
@@ -141,8 +142,10 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
     if not spec.prefix_cacheable:
         return f"{type(spec).__name__} that opts out of prefix caching"
     if isinstance(spec, MambaSpec):
-        if spec.mamba_cache_mode != "none":
-            return f"Mamba with prefix caching (mode {spec.mamba_cache_mode})"
+        if spec.mamba_cache_mode not in ("none", "align"):
+            return f"the Mamba cache mode {spec.mamba_cache_mode}"
+        if spec.num_prefill_checkpoint_blocks > 0:
+            return "Mamba states that are kept in the middle of a step"
         if spec.num_speculative_blocks > 0:
             return "speculative decoding"
     if isinstance(spec, SlidingWindowSpec) and spec.extra_retained_tokens > 0:
@@ -166,6 +169,13 @@ def _partial_block_events(facts: EngineFacts) -> str | None:
     return None
 
 
+def _hits_inside_a_block(facts: EngineFacts) -> str | None:
+    # Base then copies the state of the hit before it writes on (copy on write).
+    if partial_hash_hits_enabled(facts.kv_cache_config.kv_cache_groups, facts.hash_block_size):
+        return f"prefix hits inside of a Mamba block (prefix match unit {facts.hash_block_size})"
+    return None
+
+
 CHECKS: tuple[Callable[[EngineFacts], str | None], ...] = (
     _speculative_decoding,
     _model,
@@ -174,6 +184,7 @@ CHECKS: tuple[Callable[[EngineFacts], str | None], ...] = (
     _residency_metrics,
     _kv_cache_groups,
     _partial_block_events,
+    _hits_inside_a_block,
 )
 
 

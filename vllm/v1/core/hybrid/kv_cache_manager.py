@@ -279,6 +279,8 @@ class KVCacheManager(LeftToBase):
             hits = coordinator.no_blocks
             if new_computed_blocks is not None:
                 hits = new_computed_blocks.blocks
+            if not coordinator.is_usable(hits):
+                return None
             num_skipped = coordinator.num_skipped_blocks(num_computed)
             num_step = num_computed + num_new_tokens + num_lookahead_tokens
             num_all = request.num_tokens if full_sequence_must_fit else 0
@@ -460,6 +462,7 @@ class KVCacheManager(LeftToBase):
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
+        self.coordinator.new_step_starts()
         if self.verify_every_step:
             self.check_integrity()
 

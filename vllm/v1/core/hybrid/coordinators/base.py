@@ -12,7 +12,12 @@ from vllm.v1.core.hybrid._core import BlockTable, GroupedKVCacheBlock
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType
-from vllm.v1.core.hybrid.managers import NEVER, SingleTypeKVCacheManager, create_manager
+from vllm.v1.core.hybrid.managers import (
+    NEVER,
+    MambaManager,
+    SingleTypeKVCacheManager,
+    create_manager,
+)
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
@@ -93,11 +98,21 @@ class KVCacheCoordinator(ABC):
         self._caching = self.managers if settings.enable_caching else ()
         self._none_skipped = (0,) * len(self.managers)
         self._releasing = tuple(m for m in self.managers if m.releases)
+        self._with_states = tuple(m for m in self.managers if isinstance(m, MambaManager))
         self._records_new_blocks = any(m.records_new_block_ids for m in self.managers)
 
     @abstractmethod
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Hit:
         """The longest prefix of at most ``max_tokens`` that every type can resume from."""
+
+    def is_usable(self, hits: BlocksByType) -> bool:
+        """Whether this step can start from a hit, or only the next one."""
+        return all(m.is_usable(hits[m.type_id]) for m in self._with_states)
+
+    def new_step_starts(self) -> None:
+        """The scheduler begins a step."""
+        for manager in self._with_states:
+            manager.new_step_starts()
 
     def blocks_of(self, request_id: str) -> RequestBlocks:
         """A request's blocks; for an unknown one new tables, which nobody else knows."""

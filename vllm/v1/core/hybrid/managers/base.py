@@ -185,8 +185,10 @@ class SingleTypeKVCacheManager(ABC):
         for i, block in enumerate(blocks):
             if i < table.num_released:
                 assert block.is_null, f"{where}: block {i} was released: {block}"
+            elif block.is_null:
+                is_between = self.attention_type.holds_states and i + 1 < len(blocks)
+                assert is_between, f"{where}: block {i} is missing"
             else:
-                assert not block.is_null, f"{where}: block {i} is missing"
                 assert block.type_id == self.type_id, f"{where}: block {i} is {block}"
             if block.block_hash is not None:
                 assert i < table.num_cached, f"{where}: block {i} was cached too early"

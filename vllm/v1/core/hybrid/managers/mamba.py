@@ -1,22 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba and other linear attention: a request has one state, whatever its length."""
+"""Mamba and other linear attention: a state sums up the whole prefix."""
 
 from collections.abc import Sequence
 
-from vllm.v1.core.hybrid._core import BlockList
-from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.hybrid._core import BlockList, BlockTable
+from vllm.v1.core.hybrid.attention_type import AttentionType
+from vllm.v1.core.hybrid.block_pool import BlockPool
+from vllm.v1.core.hybrid.managers.recent_blocks import RecentBlocksManager
+from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.request import Request
 
 
-class MambaManager(SingleTypeKVCacheManager):
-    """Without prefix caching: base then makes a block as long as the longest sequence.
+class MambaManager(RecentBlocksManager):
+    """Keeps the state after the last token, in the block of that token.
 
-    So a request's first slot brings the block for its state, and no later one another.
-    States that serve prefix hits (base's mode ``align``) are left to base.
+    |  null  |  state after 2 blocks  |  null  |  null  |  state after the last token  |
+
+    A step reads the state in the block of the token before it and leaves its own in the
+    block of its last token. Between them nothing is written, and no ids are taken. A block
+    that stays behind has the state at its end, where base's scheduler lets a step end
+    (base's mode ``align``), and can serve a hit there.
+
+    Without prefix caching base makes a block as long as the longest sequence: then a
+    request's first slot brings the block for its state, and no later one another.
     """
 
-    def find_longest_hit(
-        self, block_hashes: Sequence[BlockHash], max_tokens: int
-    ) -> tuple[BlockList, int]:
-        """Nothing: the state at a boundary is overwritten by the next token."""
-        return self.no_blocks, 0
+    def __init__(
+        self,
+        type_id: int,
+        attention_type: AttentionType,
+        block_pool: BlockPool,
+        settings: CacheSettings,
+    ) -> None:
+        super().__init__(type_id, attention_type, block_pool, settings, num_tokens_before=1)
+        #: Hashes of the states that this step writes.
+        self._cached_this_step: set[bytes] = set()
+
+    def cache_blocks(
+        self, request: Request, table: BlockTable, num_tokens: int, boundaries: Sequence[int]
+    ) -> bool:
+        begin = table.num_cached
+        can_cache_more = super().cache_blocks(request, table, num_tokens, boundaries)
+        if begin < table.num_cached:
+            self._cached_this_step.update(
+                block.block_hash for block in table.blocks(begin) if block.block_hash is not None
+            )
+        return can_cache_more
+
+    def is_usable(self, hit: BlockList) -> bool:
+        """Whether a hit's state will be there when this step begins.
+
+        Layers run after the states are fetched, so unlike the keys and values of a
+        prefix, a state cannot be read in the step that writes it.
+        """
+        return not len(hit) or hit[len(hit) - 1].block_hash not in self._cached_this_step
+
+    def new_step_starts(self) -> None:
+        """What was cached so far is written before this step begins."""
+        self._cached_this_step.clear()
