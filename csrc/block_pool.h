@@ -23,7 +23,7 @@ struct TypeShape {
   std::int64_t block_size;
   std::int64_t hashes_per_block;  // a type with larger blocks reads each n-th block hash
   // A block does not hold its own tokens, but a state that sums up the whole prefix. Of the new blocks
-  // of a step only the last is written; null blocks stand for the others.
+  // of a step only the last are written; null blocks stand for the others.
   bool holds_states;
 };
 
@@ -55,9 +55,10 @@ class BlockPool {
     return num_tokens / block_size + (num_tokens % block_size > 0);
   }
 
-  // Of so many new blocks of a type, in token order, those that are not null.
-  std::int64_t num_not_null(std::size_t type_id, std::int64_t num_new) const {
-    return types_[type_id].holds_states ? std::min<std::int64_t>(num_new, 1) : num_new;
+  // Of so many new blocks of a type, in token order, those that are not null: of states the last
+  // `num_states`.
+  std::int64_t num_not_null(std::size_t type_id, std::int64_t num_new, std::int64_t num_states) const {
+    return types_[type_id].holds_states ? std::min(num_new, num_states) : num_new;
   }
 
   std::size_t num_free() const { return blank_.size() + num_evictable_ids_; }

@@ -29,8 +29,8 @@ void BlockTable::check_range(std::int64_t begin, std::int64_t end) const {
   }
 }
 
-void BlockTable::allocate(std::int64_t num_blocks) {
-  const std::int64_t num_not_null = pool_->num_not_null(type_id_, num_blocks);
+void BlockTable::allocate(std::int64_t num_blocks, std::int64_t num_states) {
+  const std::int64_t num_not_null = pool_->num_not_null(type_id_, num_blocks, num_states);
   pool_->make_room(type_id_, num_not_null);
   blocks_.resize(blocks_.size() + static_cast<std::size_t>(num_blocks - num_not_null), kNullBlock);
   for (std::int64_t i = 0; i < num_not_null; ++i) blocks_.push_back(pool_->allocate(type_id_));

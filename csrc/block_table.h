@@ -39,8 +39,9 @@ class BlockTable {
   std::size_t num_cached() const { return num_cached_; }
   const std::vector<BlockIndex>& blocks() const { return blocks_; }
 
-  // Appends new blocks, of which BlockPool::num_not_null() are not null. Throws std::invalid_argument, with nothing changed, if too few are free.
-  void allocate(std::int64_t num_blocks);
+  // Appends new blocks, of which BlockPool::num_not_null() are not null. Throws std::invalid_argument,
+  // with nothing changed, if too few are free.
+  void allocate(std::int64_t num_blocks, std::int64_t num_states);
 
   // Throws std::invalid_argument if the table is not empty, or if a block of the hit was evicted
   // since the lookup.

@@ -134,8 +134,10 @@ std::int64_t count_evictable_ids(const PyPool& self, nb::handle hits, nb::handle
 }
 
 std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle num_tokens,
-                             nb::handle hits, nb::handle num_skipped, nb::handle max_blocks) {
+                             nb::handle hits, nb::handle num_skipped, nb::handle max_blocks,
+                             nb::handle num_states) {
   const std::int64_t tokens = to_num_tokens(num_tokens);
+  const std::int64_t states = static_cast<std::int64_t>(to_count("num_states", num_states, 1));
   std::vector<std::int64_t> most;
   if (!max_blocks.is_none()) most = to_ids(max_blocks);
   const std::vector<BlockTable*> found = to_tables(self, tables);
@@ -151,7 +153,7 @@ std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle n
     const std::size_t num_there = found[i]->size() + adopted[i].blocks->blocks.size();
     num_blocks -= std::max(static_cast<std::int64_t>(num_there), adopted[i].num_skipped);
     const std::size_t type_id = found[i]->type_id();
-    num_blocks = self.pool->num_not_null(type_id, std::max<std::int64_t>(num_blocks, 0));
+    num_blocks = self.pool->num_not_null(type_id, std::max<std::int64_t>(num_blocks, 0), states);
     num_ids += num_blocks * num_groups(self, type_id);
   }
   return num_ids;
@@ -180,21 +182,24 @@ std::int64_t num_slots(const PyPool& self, nb::handle tables) {
 
 // Types in turn, but all or nothing: what one takes must not be missing for the next.
 nb::object allocate(const PyPool& self, nb::handle tables, nb::handle num_tokens,
-                    nb::handle num_kept) {
+                    nb::handle num_kept, nb::handle num_states) {
   const std::int64_t tokens = to_num_tokens(num_tokens);
   const std::int64_t kept = static_cast<std::int64_t>(to_count("num_kept", num_kept, 0));
+  const std::int64_t states = static_cast<std::int64_t>(to_count("num_states", num_states, 1));
   const std::vector<BlockTable*> found = to_tables(self, tables);
   std::int64_t missing = 0;
   for (const BlockTable* table : found) {
     const std::size_t type_id = table->type_id();
-    missing += self.pool->num_not_null(type_id, table->num_missing(tokens)) * num_groups(self, type_id);
+    const std::int64_t num_blocks =
+        self.pool->num_not_null(type_id, table->num_missing(tokens), states);
+    missing += num_blocks * num_groups(self, type_id);
   }
   const std::int64_t num_free = static_cast<std::int64_t>(self.pool->num_free());
   if (kept > num_free || missing > num_free - kept) return nb::none();
   nb::object lists = checked(PyTuple_New(static_cast<Py_ssize_t>(found.size())));
   for (std::size_t i = 0; i < found.size(); ++i) {
     const std::int64_t size = static_cast<std::int64_t>(found[i]->size());
-    found[i]->allocate(found[i]->num_missing(tokens));
+    found[i]->allocate(found[i]->num_missing(tokens), states);
     BlockList added{self.pool, found[i]->type_id(),
                     found[i]->handles(size, static_cast<std::int64_t>(found[i]->size()))};
     PyTuple_SET_ITEM(lists.ptr(), static_cast<Py_ssize_t>(i),
@@ -265,12 +270,14 @@ void bind_block_pool(nb::module_& m) {
            "Physical ids of a hit that nobody references, without the skipped blocks of each type.")
       .def("num_missing_ids", &num_missing_ids, nb::arg("tables"), nb::arg("num_tokens"),
            nb::arg("hits"), nb::arg("num_skipped"), nb::arg("max_blocks") = nb::none(),
+           nb::arg("num_states") = 1,
            "Physical ids that tables need, after adopting hits, for `num_tokens` slots in every type.")
       .def("adopt", &adopt, nb::arg("tables"), nb::arg("hits"), nb::arg("num_skipped"),
            "Start a request's tables with a prefix hit; nothing changes if one type refuses.")
       .def("num_slots", &num_slots, nb::arg("tables"),
            "Tokens for which a request has slots in every type; -1 for a model without types.")
       .def("allocate", &allocate, nb::arg("tables"), nb::arg("num_tokens"), nb::arg("num_kept") = 0,
+           nb::arg("num_states") = 1,
            "Append the blocks that are missing; returns the new ones, a list per table. None, and no\n"
            "change, if fewer than `num_kept` physical ids would stay free.")
       .def("get_num_free_blocks", [](const PyPool& self) { return self.pool->num_free(); },

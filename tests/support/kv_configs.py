@@ -40,6 +40,7 @@ class AttentionKind:
     window: int | None = None  # of chunked local attention, the chunk
     variant: int = 0
     dtype: str = "bfloat16"
+    checkpoints: bool = False  # of Mamba, whether states in the middle of a step are kept
 
     def spec(self) -> KVCacheSpec:
         if self.kind == "mamba":
@@ -48,6 +49,8 @@ class AttentionKind:
                 shapes=((1 + self.variant, 64),),
                 dtypes=(torch.float32,),
                 mamba_cache_mode="align",
+                num_prefill_checkpoint_blocks=int(self.checkpoints),
+                prefill_checkpoint_alignment=1 if self.checkpoints else None,
             )
         shape: dict[str, Any] = dict(
             block_size=self.block_size,

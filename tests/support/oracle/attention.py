@@ -9,7 +9,7 @@ from .block_tables import BlockTables, TypeTables
 from .device_memory import DeviceMemory
 from .faults import InFlightFault, ReadFault, WriteFault
 from .sequences import Sequences
-from .states import StateAccess, StateMemory, StateRule
+from .states import STATE_SLOT, StateAccess, StateMemory, StateRule
 from .step import Step
 
 _total_reads = 0
@@ -133,6 +133,10 @@ class Attention:
         _total_reads += self.states.reads_checked - before
         self._write(step)
         self.states.write(accesses, where, req_ids)
+        for tables, captured in zip(
+            self.state_types, step.tables[len(self.kv_types) :], strict=True
+        ):
+            self._write_checkpoints(step, tables, captured)
         self.states.check_kept(accesses, where, req_ids)
 
     def _state_access(self, step: Step, tables: TypeTables, captured: np.ndarray) -> StateAccess:
@@ -152,6 +156,21 @@ class Attention:
             after=identities[step.rows, step.ends - 1] ^ marks,
             tags=step.serials * self.num_groups + tables.group_column,
         )
+
+    def _write_checkpoints(self, step: Step, tables: TypeTables, captured: np.ndarray) -> None:
+        """Second states, for which the manager need not have given a block."""
+        assert isinstance(tables.rule, StateRule)
+        if tables.rule.checkpoint_alignment is None:
+            return
+        positions, columns = tables.rule.checkpoints(step.starts, step.ends, tables.block_size)
+        blocks = captured[:, np.arange(len(step.rows)), columns]
+        [written] = np.nonzero((positions > 0) & blocks.any(axis=0))
+        if not len(written):
+            return
+        after = self.sequences.identities[step.rows[written], positions[written] - 1]
+        tags = step.serials[written] * self.num_groups + tables.group_column
+        self.memory.write(blocks[:, written], STATE_SLOT, after ^ tables.group_marks[:, None], tags)
+        self.states.checkpoints_written += len(written) * len(tables.group_ids)
 
     def _write(self, step: Step) -> None:
         counts = step.counts

@@ -93,6 +93,8 @@ class Mamba(ShortRepr):
     block_size: int = 16
     num_groups: int = 1
     mode: str = "align"
+    #: Whether the state at the last boundary that a step passes over is written, too.
+    checkpoints: bool = False
 
     def spec(self) -> MambaSpec:
         return MambaSpec(
@@ -100,6 +102,8 @@ class Mamba(ShortRepr):
             shapes=((1, 8),),
             dtypes=(torch.float32,),
             mamba_cache_mode=self.mode,
+            num_prefill_checkpoint_blocks=int(self.checkpoints),
+            prefill_checkpoint_alignment=1 if self.checkpoints else None,
         )
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -107,7 +111,8 @@ class Mamba(ShortRepr):
             return 1
         # The state read, and one for each block that steps in flight end in.
         in_flight = -(-max_in_flight_tokens // self.block_size)
-        return min(-(-max_model_len // self.block_size), 2 + in_flight)
+        most = 2 + (1 + self.checkpoints) * in_flight
+        return min(-(-max_model_len // self.block_size), most)
 
 
 AttentionKind = Full | Sliding | Chunked | Mamba

@@ -14,23 +14,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from .device_memory import DeviceMemory
 from .faults import ReadFault, WriteFault
 
 #: Where in a block of device memory its state is.
-_SLOT = 0
+STATE_SLOT = 0
 
 
 @dataclass(frozen=True)
 class StateRule:
     """Which columns of its block table a request's states are in.
 
-    ``one_block`` is cache mode "none": one column for a sequence of any length.
+    ``one_block`` is cache mode "none": one column for a sequence of any length. With a
+    ``checkpoint_alignment`` a step also writes the state at the last block boundary that it
+    passes over, if that is a multiple of so many tokens from its beginning.
     """
 
     one_block: bool
+    checkpoint_alignment: int | None = None
 
     def read_columns(self, starts: np.ndarray, block_size: int) -> np.ndarray:
         """Where the states after ``starts`` tokens are, -1 for the empty one."""
@@ -41,6 +45,22 @@ class StateRule:
     def write_columns(self, ends: np.ndarray, block_size: int) -> np.ndarray:
         """Where the states after ``ends`` tokens go."""
         return np.zeros_like(ends) if self.one_block else (ends - 1) // block_size
+
+    def checkpoints(
+        self, starts: np.ndarray, ends: np.ndarray, block_size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of each request, how many tokens a second state is after, 0 for none; its column."""
+        offsets, columns = compute_mamba_prefill_checkpoints(
+            ends.tolist(),
+            (ends - starts).tolist(),
+            hash_block_size=block_size,
+            mamba_block_size=block_size,
+            checkpoint_alignment=self.checkpoint_alignment,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=block_size,
+        )
+        positions = np.array(offsets)
+        return np.where(positions > 0, starts + positions, 0), np.array(columns)
 
     def first_column(self, starts: np.ndarray, ends: np.ndarray, block_size: int) -> np.ndarray:
         """The lowest column that a step over ``[start, end)`` uses.
@@ -55,7 +75,7 @@ def state_rule(spec: KVCacheSpec) -> StateRule | None:
     """The rule of a spec whose blocks hold states; None for all other specs.
 
     Raises:
-        NotImplementedError: for states of draft tokens and for checkpoints in a chunk.
+        NotImplementedError: for states of draft tokens.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         rules = {state_rule(layer) for layer in spec.kv_cache_specs.values()}
@@ -64,11 +84,13 @@ def state_rule(spec: KVCacheSpec) -> StateRule | None:
         return rules.pop()
     if not isinstance(spec, MambaSpec):
         return None
-    if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+    if spec.num_speculative_blocks:
         raise NotImplementedError("more than one state of a request in a step")
     if spec.mamba_cache_mode not in ("none", "align"):
         raise NotImplementedError(f"Mamba cache mode {spec.mamba_cache_mode!r}")
-    return StateRule(one_block=spec.mamba_cache_mode == "none")
+    if spec.mamba_cache_mode == "none":
+        return StateRule(one_block=True)
+    return StateRule(False, spec.prefill_checkpoint_alignment)
 
 
 @dataclass
@@ -103,6 +125,7 @@ class StateMemory:
         self.num_groups = num_groups
         self.reads_checked = 0
         self.writes_done = 0
+        self.checkpoints_written = 0
 
     def check_reads(self, accesses: Sequence[StateAccess], where: str, req_ids: list[str]) -> None:
         """All states that the step starts from must be those of the requests' own prefixes.
@@ -111,7 +134,7 @@ class StateMemory:
         run, so unlike KV, what another request computes in the same step is not there yet.
         """
         for access in accesses:
-            held = self.memory.slots[access.sources, _SLOT]
+            held = self.memory.slots[access.sources, STATE_SLOT]
             wrong = (held != access.before) & access.reads
             if wrong.any():
                 fault = self._describe(access, wrong, req_ids)
@@ -122,7 +145,7 @@ class StateMemory:
         """Leave the states after the step."""
         for access in accesses:
             try:
-                self.memory.write(access.targets, _SLOT, access.after, access.tags)
+                self.memory.write(access.targets, STATE_SLOT, access.after, access.tags)
             except WriteFault as fault:
                 raise WriteFault(
                     f"{where}: {fault}; groups {access.group_ids}, requests {req_ids}"
@@ -136,7 +159,7 @@ class StateMemory:
         know, so nothing else may be written there in the same step.
         """
         for access in accesses:
-            held = self.memory.slots[access.sources, _SLOT]
+            held = self.memory.slots[access.sources, STATE_SLOT]
             lost = (held != access.before) & access.reads & ~access.in_place
             if lost.any():
                 fault = self._describe(access, lost, req_ids)

@@ -91,6 +91,15 @@ def test_mamba_without_prefix_caching_is_covered():
     assert find_uncovered_feature(facts_of(FULL, MambaSpec(**MAMBA))) is None
 
 
+def test_states_that_differ_in_where_they_are_kept_are_base_s():
+    align = {**MAMBA, "mamba_cache_mode": "align"}
+    kept = MambaSpec(**align, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+    assert find_uncovered_feature(facts_of(FULL, kept, kept)) is None
+    assert find_uncovered_feature(facts_of(FULL, kept, MambaSpec(**align))) == (
+        "Mamba layers that differ in whether they keep states in the middle of a step"
+    )
+
+
 def test_hits_inside_of_a_block_of_states_are_base_s():
     setup = KVSetup((full(16), mamba(16)), num_blocks=100, hash_block_size=8)
     facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)
@@ -128,10 +137,6 @@ def platform_spec():
     ("spec", "name"),
     [
         (MambaSpec(**MAMBA, mamba_cache_mode="all"), "the Mamba cache mode all"),
-        (
-            MambaSpec(**MAMBA, mamba_cache_mode="align", num_prefill_checkpoint_blocks=1),
-            "Mamba states that are kept in the middle of a step",
-        ),
         (MambaSpec(**MAMBA, num_speculative_blocks=2), "speculative decoding"),
         (CrossAttentionSpec(**SHAPE), "cross attention"),
         (SinkFullAttentionSpec(**SHAPE, sink_len=4), "full attention with a sink"),

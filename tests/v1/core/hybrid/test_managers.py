@@ -234,11 +234,14 @@ def test_a_step_takes_one_state_however_long_it_is():
     (table,) = blocks.tables
     none = coordinator.no_blocks
     assert coordinator.num_physical_blocks_needed(blocks, 100, none, (0,)) == 3
-    (new,) = coordinator.allocate("r", blocks, 40)
+    allocated = coordinator.allocate("r", blocks, 40)
+    assert allocated is not None
+    (new,) = allocated
     assert (shape(table), [block.is_null for block in new]) == ("..x", [True, True, False])
     assert coordinator.num_physical_blocks_needed(blocks, 48, none, (0,)) == 0
     assert coordinator.num_physical_blocks_needed(blocks, 100, none, (0,)) == 3
-    assert len(coordinator.allocate("r", blocks, 48)[0]) == 0
+    again = coordinator.allocate("r", blocks, 48)
+    assert again is not None and not len(again[0])
     coordinator.allocate("r", blocks, 96)
     assert shape(table) == "..x..x"
     assert pool.get_num_free_blocks() == free - 6
@@ -252,6 +255,41 @@ def test_a_step_takes_one_state_however_long_it_is():
     coordinator.check_integrity()
     coordinator.free("r")
     assert pool.get_num_free_blocks() == free
+
+
+@pytest.mark.parametrize(
+    ("retention", "num_tokens", "start", "end", "expected"),
+    [
+        # The state after 32 tokens is written on the way, that after 40 at the end.
+        (0, 40, 0, 40, ".xx"),
+        (0, 40, 16, 40, "xx"),
+        # One that ends at a boundary writes the state of the boundary before.
+        (0, 48, 0, 48, ".xx"),
+        # A step without a boundary between its first block and its last.
+        (0, 40, 32, 40, "x"),
+        (0, 16, 0, 16, "x"),
+        # A step that does not begin at a boundary cannot.
+        (0, 40, 17, 40, "x"),
+        # Only the end of a prefill is worth it, unless all states are kept.
+        (0, 100, 0, 64, "...x"),
+        (None, 100, 0, 64, "..xx"),
+    ],
+)
+def test_a_state_in_the_middle_of_a_step(retention, num_tokens, start, end, expected):
+    manager = KVSetup((mamba(16, checkpoints=True), full(16)), 100, retention=retention).build(
+        KVCacheManager
+    )
+    request = make_request(RequestPlan(path=((1, num_tokens),)), "r", block_hasher(16))
+    if start:
+        manager.allocate_slots(request, start)
+        request.num_computed_tokens = start
+    free = manager.block_pool.get_num_free_blocks()
+    slots = manager.allocate_slots(request, end - start)
+    states, attention = slots.get_block_ids()
+    assert "".join("x" if block_id else "." for block_id in states) == expected
+    num_new = expected.count("x") + len(attention)
+    assert manager.block_pool.get_num_free_blocks() == free - num_new
+    manager.check_integrity()
 
 
 @pytest.mark.parametrize(

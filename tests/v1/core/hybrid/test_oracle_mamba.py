@@ -78,6 +78,7 @@ ALIGN = {
     "sliding": (Sliding(20, 16, 2), Mamba(16, 2)),
     "full and sliding": (Mamba(16, 3), Full(16), Sliding(33, 16, 2)),
     "blocks larger than chunks": (Full(64), Mamba(64, 2)),
+    "checkpoints in steps": (Full(16), Mamba(16, 3, checkpoints=True), Sliding(33, 16)),
 }
 
 #: The same without; one state block serves the longest sequence.
@@ -106,7 +107,7 @@ def run_case(manager_cls: Any, case: Case, check_integrity: bool = True) -> Orac
     engine = run_any_case(manager_cls, case, check_integrity)
     assert engine.state_reads_checked > 0
     if manager_cls is BaseManager:
-        ours = run_any_case(ForkManager, case, check_integrity)
+        ours: Any = run_any_case(ForkManager, case, check_integrity)
         assert ours.state_reads_checked > 0
         # From the first eviction on the two may differ in what they still have.
         if not ours.manager.block_pool.num_evicted_ids:
@@ -139,6 +140,35 @@ def test_prefix_hit(pipeline: dict[str, Any]) -> None:
     # Full attention has 80 tokens of it, but there is no state after 80.
     assert run([*prompt[:90], 29999]) == (64, 4 + extra)
     assert run([*prompt[:63], 7]) == (0, 3 + extra)
+
+
+def test_a_state_in_the_middle_of_a_step(pipeline: dict[str, Any]) -> None:
+    """The prompt is computed at once, and can still be hit at its last boundary."""
+    settings = replace(CACHING, **pipeline, max_num_batched_tokens=128)
+    case = Case(ALIGN["checkpoints in steps"], settings=settings, extra_blocks=ROOMY)
+    prompt = list(range(100))
+    for manager_cls in (BaseManager, ForkManager):
+        engine = make_engine(manager_cls, case)
+        for _ in range(2):
+            engine.add_request(prompt, max_tokens=3)
+            engine.run_until_done()
+        assert engine.tokens_from_cache == 96
+        assert engine.worker.attention.states.checkpoints_written == 3  # one in each group
+
+
+def test_a_state_that_is_not_written_is_found() -> None:
+    """A worker without states in the middle of a step, and a manager that gives blocks for them."""
+    kinds = ALIGN["checkpoints in steps"]
+    case = Case(kinds, settings=replace(CACHING, max_num_batched_tokens=128), extra_blocks=ROOMY)
+    for manager_cls in (BaseManager, ForkManager):
+        engine = make_engine(manager_cls, case)
+        for tables in engine.worker.attention.state_types:
+            tables.rule = StateRule(one_block=False)
+        engine.add_request(list(range(100)), max_tokens=3)
+        engine.run_until_done()
+        engine.add_request(list(range(100)), max_tokens=3)
+        with pytest.raises(ReadFault, match=r"starts from the state in block \d+, which holds"):
+            engine.run_until_done()
 
 
 def test_chunked_prefill(pipeline: dict[str, Any]) -> None:
@@ -421,11 +451,12 @@ def mamba_spec(**changes: Any) -> MambaSpec:
 def test_rules_of_specs() -> None:
     assert state_rule(mamba_spec()) == StateRule(one_block=True)
     assert state_rule(mamba_spec(mamba_cache_mode="align")) == StateRule(one_block=False)
+    checkpoints = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 8}
+    assert state_rule(mamba_spec(mamba_cache_mode="align", **checkpoints)) == StateRule(False, 8)
     full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     assert state_rule(full) is None
     for unknown in (
         {"num_speculative_blocks": 2},
-        {"num_prefill_checkpoint_blocks": 1},
         {"mamba_cache_mode": "all"},
     ):
         with pytest.raises(NotImplementedError):

@@ -111,7 +111,7 @@ class BlockPool:
 
     ``types`` describes each attention type by its number of groups, its block size in
     tokens, how many block hashes a block spans, and whether a block holds a state that sums
-    up the whole prefix: of the new blocks of a step then only the last is not null.
+    up the whole prefix: of the new blocks of a step then only the last are not null.
     """
 
     def __init__(
@@ -146,11 +146,13 @@ class BlockPool:
         hits: tuple[BlockList, ...],
         num_skipped: Sequence[int],
         max_blocks: Sequence[int] | None = None,
+        num_states: int = 1,
     ) -> int:
         """Physical ids that a request still needs for ``num_tokens`` slots in every type.
 
         ``hits`` are still to be adopted, without the first ``num_skipped`` blocks of each
         type. With ``max_blocks``, no type counts more than so many logical blocks.
+        ``num_states`` as in `allocate`.
         """
 
     def adopt(
@@ -173,12 +175,17 @@ class BlockPool:
         """Tokens for which a request has slots in every type; -1 for a model without types."""
 
     def allocate(
-        self, tables: tuple[BlockTable, ...], num_tokens: int, num_kept: int = 0
+        self,
+        tables: tuple[BlockTable, ...],
+        num_tokens: int,
+        num_kept: int = 0,
+        num_states: int = 1,
     ) -> tuple[BlockList, ...] | None:
         """Append the blocks that are missing, each with one reference; returns the new ones.
 
         One list per table. None, with nothing changed, if fewer than ``num_kept`` physical
-        ids would stay free.
+        ids would stay free. Of a type that holds states only the last ``num_states`` of the
+        new blocks are not null.
         """
 
     def find_prefix(

@@ -144,8 +144,6 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
     if isinstance(spec, MambaSpec):
         if spec.mamba_cache_mode not in ("none", "align"):
             return f"the Mamba cache mode {spec.mamba_cache_mode}"
-        if spec.num_prefill_checkpoint_blocks > 0:
-            return "Mamba states that are kept in the middle of a step"
         if spec.num_speculative_blocks > 0:
             return "speculative decoding"
     if isinstance(spec, SlidingWindowSpec) and spec.extra_retained_tokens > 0:
@@ -169,6 +167,14 @@ def _partial_block_events(facts: EngineFacts) -> str | None:
     return None
 
 
+def _mixed_states(facts: EngineFacts) -> str | None:
+    specs = [group.kv_cache_spec for group in facts.kv_cache_config.kv_cache_groups]
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if len({(s.num_prefill_checkpoint_blocks, s.prefill_checkpoint_alignment) for s in states}) > 1:
+        return "Mamba layers that differ in whether they keep states in the middle of a step"
+    return None
+
+
 def _hits_inside_a_block(facts: EngineFacts) -> str | None:
     # Base then copies the state of the hit before it writes on (copy on write).
     if partial_hash_hits_enabled(facts.kv_cache_config.kv_cache_groups, facts.hash_block_size):
@@ -184,6 +190,7 @@ CHECKS: tuple[Callable[[EngineFacts], str | None], ...] = (
     _residency_metrics,
     _kv_cache_groups,
     _partial_block_events,
+    _mixed_states,
     _hits_inside_a_block,
 )
 

@@ -288,10 +288,15 @@ class KVCacheManager(LeftToBase):
             # A hit only saves blocks: where there is room without it, nothing has to be counted.
             if coordinator.max_physical_blocks(num_step, num_all) > num_free:
                 num_free -= pool.count_evictable_ids(hits, num_skipped)
-                if not self._fits(blocks, num_step, hits, num_skipped, num_free):
+                hit = blocks, hits, num_skipped
+                states = coordinator.num_states(
+                    num_computed, num_computed + num_new_tokens, request
+                )
+                if not self._fits(num_free, num_step, *hit, num_states=states):
                     return None
                 num_free += reserved_blocks
-                if not self._fits(blocks, num_all, hits, num_skipped, num_free, recycled=True):
+                states = coordinator.num_states(num_computed, num_all, request)
+                if not self._fits(num_free, num_all, *hit, recycled=True, num_states=states):
                     return None
             if num_new_computed_tokens:
                 # All types before any allocates: that must not evict another type's hit.
@@ -308,16 +313,17 @@ class KVCacheManager(LeftToBase):
 
     def _fits(
         self,
-        blocks: RequestBlocks,
+        num_free: int,
         num_tokens: int,
+        blocks: RequestBlocks,
         hits: BlocksByType,
         num_skipped: Sequence[int],
-        num_free: int,
         recycled: bool = False,
+        num_states: int = 1,
     ) -> bool:
         """Whether ``num_free`` blocks are enough for so many slots, ``hits`` adopted."""
         return num_free >= self.coordinator.num_physical_blocks_needed(
-            blocks, min(num_tokens, self.max_model_len), hits, num_skipped, recycled
+            blocks, min(num_tokens, self.max_model_len), hits, num_skipped, recycled, num_states
         )
 
     def _advance(
@@ -350,7 +356,10 @@ class KVCacheManager(LeftToBase):
             num_tokens = self.max_model_len
         new_blocks = self.empty_kv_cache_blocks
         if num_tokens >= blocks.next_slots:
-            allocated = coordinator.allocate(request.request_id, blocks, num_tokens, num_kept)
+            num_states = coordinator.num_states(num_computed, num_final, request)
+            allocated = coordinator.allocate(
+                request.request_id, blocks, num_tokens, num_kept, num_states
+            )
             if allocated is None:
                 return None
             new_blocks = KVCacheBlocks(allocated, self._group_layout)

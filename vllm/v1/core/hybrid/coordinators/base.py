@@ -109,6 +109,14 @@ class KVCacheCoordinator(ABC):
         """Whether this step can start from a hit, or only the next one."""
         return all(m.is_usable(hits[m.type_id]) for m in self._with_states)
 
+    def num_states(self, start: int, end: int, request: Request) -> int:
+        """States that a step leaves behind which computes the tokens from ``start`` to ``end``."""
+        if not self._with_states:
+            return 1
+        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        # All types with states have the same answer (see coverage.py).
+        return self._with_states[0].num_states(start, end, prefill_end)
+
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
         for manager in self._with_states:
@@ -128,14 +136,16 @@ class KVCacheCoordinator(ABC):
         hits: BlocksByType,
         num_skipped: Sequence[int],
         recycled: bool = False,
+        num_states: int = 1,
     ) -> int:
         """Physical blocks to allocate, after adopting ``hits``, for ``num_tokens`` slots.
 
         With ``recycled``, a type that releases blocks on the way counts no more than it
         ever holds at once.
         """
+        most_blocks = self._most_blocks if recycled else None
         return self.block_pool.num_missing_ids(
-            blocks.tables, num_tokens, hits, num_skipped, self._most_blocks if recycled else None
+            blocks.tables, num_tokens, hits, num_skipped, most_blocks, num_states
         )
 
     def max_physical_blocks(self, *num_tokens: int) -> int:
@@ -170,17 +180,30 @@ class KVCacheCoordinator(ABC):
             new_computed_blocks,
             num_skipped,
             recycled=apply_admission_cap,
+            num_states=max(
+                (
+                    m.num_states(total_computed_tokens, num_tokens_main_model, prefill_end)
+                    for m in self._with_states
+                ),
+                default=1,
+            ),
         )
 
     def allocate(
-        self, request_id: str, blocks: RequestBlocks, num_tokens: int, num_kept: int = 0
+        self,
+        request_id: str,
+        blocks: RequestBlocks,
+        num_tokens: int,
+        num_kept: int = 0,
+        num_states: int = 1,
     ) -> BlocksByType | None:
         """Give a request ``num_tokens`` slots in every type; returns the new blocks.
 
         None, and no change, if fewer than ``num_kept`` blocks would stay free. From here on
-        the request is known: one that is refused leaves nothing behind.
+        the request is known: one that is refused leaves nothing behind. Of new states only the
+        last ``num_states`` take blocks.
         """
-        new_blocks = self.block_pool.allocate(blocks.tables, num_tokens, num_kept)
+        new_blocks = self.block_pool.allocate(blocks.tables, num_tokens, num_kept, num_states)
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks

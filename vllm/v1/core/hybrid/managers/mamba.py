@@ -8,6 +8,11 @@ from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.recent_blocks import RecentBlocksManager
 from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.kv_cache_interface import (
+    MambaSpec,
+    get_mamba_prefill_checkpoint_position,
+    is_mamba_prefill_checkpoint_valid,
+)
 from vllm.v1.request import Request
 
 
@@ -20,6 +25,9 @@ class MambaManager(RecentBlocksManager):
     block of its last token. Between them nothing is written, and no ids are taken. A block
     that stays behind has the state at its end, where base's scheduler lets a step end
     (base's mode ``align``), and can serve a hit there.
+
+    Some models also write the state at the last boundary that their step passes over, so
+    that base's scheduler need not end a step there. It goes to the block before the last.
 
     Without prefix caching base makes a block as long as the longest sequence: then a
     request's first slot brings the block for its state, and no later one another.
@@ -35,6 +43,12 @@ class MambaManager(RecentBlocksManager):
         super().__init__(type_id, attention_type, block_pool, settings, num_tokens_before=1)
         #: Hashes of the states that this step writes.
         self._cached_this_step: set[bytes] = set()
+        assert isinstance(self.kv_cache_spec, MambaSpec)
+        self.checkpoint_alignment = (
+            self.kv_cache_spec.prefill_checkpoint_alignment
+            if self.kv_cache_spec.num_prefill_checkpoint_blocks
+            else None
+        )
 
     def cache_blocks(
         self, request: Request, table: BlockTable, num_tokens: int, boundaries: Sequence[int]
@@ -46,6 +60,25 @@ class MambaManager(RecentBlocksManager):
                 block.block_hash for block in table.blocks(begin) if block.block_hash is not None
             )
         return can_cache_more
+
+    def num_states(self, start: int, end: int, prefill_end: int) -> int:
+        """States that a step over the tokens from ``start`` to before ``end`` leaves behind.
+
+        The rules are base's, and the worker's: see ``compute_mamba_prefill_checkpoints``.
+        """
+        if self.checkpoint_alignment is None:
+            return 1
+        # With sparse retention only a prefill's last boundary can be worth a state.
+        if self.settings.retention_interval == 0 and end < prefill_end:
+            return 1
+        return 1 + is_mamba_prefill_checkpoint_valid(
+            query_start=start,
+            query_end=end,
+            checkpoint_position=get_mamba_prefill_checkpoint_position(end, self.block_size, False),
+            hash_block_size=self.block_size,
+            mamba_block_size=self.block_size,
+            checkpoint_alignment=self.checkpoint_alignment,
+        )
 
     def is_usable(self, hit: BlockList) -> bool:
         """Whether a hit's state will be there when this step begins.
