@@ -238,8 +238,8 @@ MUTANTS = (
     Mutant(
         "admission counts a window as if it kept everything",
         MANAGER,
-        "hits, num_skipped, num_free, recycled=True)",
-        "hits, num_skipped, num_free, recycled=False)",
+        "*hit, recycled=True, num_states",
+        "*hit, recycled=False, num_states",
     ),
     Mutant(
         "the watermark is ignored",

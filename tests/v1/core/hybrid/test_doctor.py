@@ -165,8 +165,8 @@ def test_mamba(results):
             "KV cache of GraniteMoeHybridForCausalLM",
             "manager attention block size group layers",
             "MambaManager mamba 128 0 0",
-            "MambaManager mamba 128 1 2",
-            "MambaManager mamba 128 2 3",
+            "1 2",
+            "2 3",
             "FullAttentionManager full_attention 128 3 1",
             "Hybrid KV cache: active, 2 managers for 4 KV cache groups: mamba (3 groups, block "
             "size 128); full_attention (1 group, block size 128)",
