@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
+    CrossAttentionManager,
     FullAttentionManager,
     MambaManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupRole,
@@ -39,12 +41,12 @@ COVERED_BASE_MANAGERS: dict[type | None, type[KVCacheSpec]] = {
     SlidingWindowManager: SlidingWindowSpec,
     ChunkedLocalAttentionManager: ChunkedLocalAttentionSpec,
     MambaManager: MambaSpec,
+    CrossAttentionManager: CrossAttentionSpec,
 }
 
 #: Kinds that name what is not covered. Of the other kinds only some specs are not, R-SWA
 #: among full attention, say; there the spec's own name says more.
 _NAMED_KINDS = {
-    KVCacheSpecKind.CROSS_ATTENTION: "cross attention",
     KVCacheSpecKind.ENCODER_ONLY_ATTENTION: "encoder-only attention",
     KVCacheSpecKind.SINK_FULL_ATTENTION: "full attention with a sink",
 }
@@ -82,11 +84,7 @@ def _speculative_decoding(facts: EngineFacts) -> str | None:
 
 def _model(facts: EngineFacts) -> str | None:
     model_config = None if facts.vllm_config is None else facts.vllm_config.model_config
-    if model_config is None:
-        return None
-    if model_config.is_encoder_decoder:
-        return "an encoder-decoder model"
-    return "a diffusion model" if model_config.is_diffusion else None
+    return "a diffusion model" if model_config is not None and model_config.is_diffusion else None
 
 
 def _kv_connector(facts: EngineFacts) -> str | None:

@@ -243,7 +243,8 @@ class KVCacheManager(LeftToBase):
             num_lookahead_tokens: Slots beyond the new tokens.
             num_external_computed_tokens: Must be 0: KV connectors are not covered.
             delay_cache_blocks: Leave caching to a later `cache_blocks` call.
-            num_encoder_tokens: Must be 0: cross attention is not covered.
+            num_encoder_tokens: Slots for what the encoder computes in the step, in cross
+                attention; 0 from the next step on.
             full_sequence_must_fit: Admit only if all of the request's tokens would fit.
             reserved_blocks: Physical blocks to leave free for others.
             has_scheduled_reqs: Whether others run: then the watermark counts for newcomers.
@@ -256,10 +257,9 @@ class KVCacheManager(LeftToBase):
         Raises:
             ValueError: if there is nothing to do, or for what is not covered.
         """
-        if num_external_computed_tokens or num_encoder_tokens:
+        if num_external_computed_tokens:
             raise ValueError(
-                f"num_external_computed_tokens is {num_external_computed_tokens} and "
-                f"num_encoder_tokens is {num_encoder_tokens}; accepted is 0"
+                f"num_external_computed_tokens is {num_external_computed_tokens}; accepted is 0"
             )
         if num_new_tokens <= 0 and num_new_computed_tokens <= 0:
             raise ValueError(
@@ -286,17 +286,17 @@ class KVCacheManager(LeftToBase):
             num_all = request.num_tokens if full_sequence_must_fit else 0
             num_free = pool.get_num_free_blocks() - num_kept
             # A hit only saves blocks: where there is room without it, nothing has to be counted.
-            if coordinator.max_physical_blocks(num_step, num_all) > num_free:
+            if coordinator.max_physical_blocks(num_step, num_all, num_encoder_tokens) > num_free:
                 num_free -= pool.count_evictable_ids(hits, num_skipped)
-                hit = blocks, hits, num_skipped
+                need = blocks, hits, num_skipped, num_encoder_tokens
                 states = coordinator.num_states(
                     num_computed, num_computed + num_new_tokens, request
                 )
-                if not self._fits(num_free, num_step, *hit, num_states=states):
+                if not self._fits(num_free, num_step, *need, num_states=states):
                     return None
                 num_free += reserved_blocks
                 states = coordinator.num_states(num_computed, num_all, request)
-                if not self._fits(num_free, num_all, *hit, recycled=True, num_states=states):
+                if not self._fits(num_free, num_all, *need, num_states=states, recycled=True):
                     return None
             if num_new_computed_tokens:
                 # All types before any allocates: that must not evict another type's hit.
@@ -309,6 +309,7 @@ class KVCacheManager(LeftToBase):
             blocks,
             num_kept,
             delay_cache_blocks,
+            num_encoder_tokens,
         )
 
     def _fits(
@@ -318,12 +319,19 @@ class KVCacheManager(LeftToBase):
         blocks: RequestBlocks,
         hits: BlocksByType,
         num_skipped: Sequence[int],
+        num_encoder_tokens: int,
         recycled: bool = False,
         num_states: int = 1,
     ) -> bool:
         """Whether ``num_free`` blocks are enough for so many slots, ``hits`` adopted."""
         return num_free >= self.coordinator.num_physical_blocks_needed(
-            blocks, min(num_tokens, self.max_model_len), hits, num_skipped, recycled, num_states
+            blocks,
+            min(num_tokens, self.max_model_len),
+            hits,
+            num_skipped,
+            recycled,
+            num_states,
+            num_encoder_tokens,
         )
 
     def _advance(
@@ -335,6 +343,7 @@ class KVCacheManager(LeftToBase):
         blocks: RequestBlocks | None = None,
         num_kept: int = 0,
         delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
     ) -> KVCacheBlocks | None:
         """What every step of a request does: release, allocate, cache, as far as each is due.
 
@@ -355,10 +364,10 @@ class KVCacheManager(LeftToBase):
         if num_tokens > self.max_model_len:
             num_tokens = self.max_model_len
         new_blocks = self.empty_kv_cache_blocks
-        if num_tokens >= blocks.next_slots:
+        if num_tokens >= blocks.next_slots or num_encoder_tokens:
             num_states = coordinator.num_states(num_computed, num_final, request)
             allocated = coordinator.allocate(
-                request.request_id, blocks, num_tokens, num_kept, num_states
+                request.request_id, blocks, num_tokens, num_kept, num_states, num_encoder_tokens
             )
             if allocated is None:
                 return None
@@ -417,11 +426,14 @@ class KVCacheManager(LeftToBase):
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[list[int], ...]:
-        """`get_block_ids`, cut to the blocks that hold the first ``num_computed_tokens``."""
-        block_sizes = self.coordinator.group_block_sizes
+        """`get_block_ids`, cut to the blocks that hold the first ``num_computed_tokens``.
+
+        Of an encoder all blocks: they are full from the first step on.
+        """
+        managers = self.coordinator.single_type_managers
         return tuple(
-            ids[: cdiv(num_computed_tokens, block_size)]
-            for ids, block_size in zip(self.get_block_ids(request_id), block_sizes, strict=True)
+            ids if m.holds_encoder else ids[: cdiv(num_computed_tokens, m.block_size)]
+            for ids, m in zip(self.get_block_ids(request_id), managers, strict=True)
         )
 
     def create_kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:

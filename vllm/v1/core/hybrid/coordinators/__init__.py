@@ -4,12 +4,15 @@
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators.base import Hit, KVCacheCoordinator, RequestBlocks
+from vllm.v1.core.hybrid.coordinators.encoder_decoder import EncoderDecoderKVCacheCoordinator
 from vllm.v1.core.hybrid.coordinators.hybrid import HybridKVCacheCoordinator
 from vllm.v1.core.hybrid.coordinators.no_prefix_cache import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.hybrid.coordinators.unitary import UnitaryKVCacheCoordinator
 from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 __all__ = [
+    "EncoderDecoderKVCacheCoordinator",
     "Hit",
     "HybridKVCacheCoordinator",
     "KVCacheCoordinator",
@@ -25,10 +28,13 @@ def create_coordinator(
 ) -> KVCacheCoordinator:
     """The coordinator for a model's attention types.
 
-    A model without KV cache has no prefixes to cache, whatever the setting says.
+    A model without KV cache has no prefixes to cache, whatever the setting says; nor has one
+    with cross attention, where equal decoder tokens mean nothing for what they attended to.
     """
     coordinator_cls: type[KVCacheCoordinator]
-    if not settings.enable_caching or not attention_types:
+    if any(isinstance(t.spec, CrossAttentionSpec) for t in attention_types):
+        coordinator_cls = EncoderDecoderKVCacheCoordinator
+    elif not settings.enable_caching or not attention_types:
         coordinator_cls = KVCacheCoordinatorNoPrefixCache
     elif len(attention_types) == 1:
         coordinator_cls = UnitaryKVCacheCoordinator

@@ -33,6 +33,8 @@ class RequestBlocks:
     tables: tuple[BlockTable, ...]
     #: Managers of the types that still have blocks to cache for the request.
     caching: Sequence[SingleTypeKVCacheManager]
+    #: The tables that grow with the request's own tokens: all but an encoder's.
+    growing: tuple[BlockTable, ...]
     #: Slots are missing.
     next_slots: int = 0
     #: Blocks become cacheable.
@@ -92,8 +94,9 @@ class KVCacheCoordinator(ABC):
         self.retention_interval = settings.retention_interval
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
+        self._growing = tuple(m for m in self.managers if not m.holds_encoder)
         self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
-        self._slots_unit = math.gcd(*(m.block_size for m in self.managers)) or NEVER
+        self._slots_unit = math.gcd(*(m.block_size for m in self._growing)) or NEVER
         self._most_blocks = tuple(m.max_blocks_per_request for m in self.managers)
         self._caching = self.managers if settings.enable_caching else ()
         self._none_skipped = (0,) * len(self.managers)
@@ -127,7 +130,8 @@ class KVCacheCoordinator(ABC):
         known = self.requests.get(request_id)
         if known is not None:
             return known
-        return RequestBlocks(self.block_pool.new_tables(), self._caching)
+        tables = self.block_pool.new_tables()
+        return RequestBlocks(tables, self._caching, tables)
 
     def num_physical_blocks_needed(
         self,
@@ -137,11 +141,13 @@ class KVCacheCoordinator(ABC):
         num_skipped: Sequence[int],
         recycled: bool = False,
         num_states: int = 1,
+        num_encoder_tokens: int = 0,
     ) -> int:
         """Physical blocks to allocate, after adopting ``hits``, for ``num_tokens`` slots.
 
         With ``recycled``, a type that releases blocks on the way counts no more than it
-        ever holds at once.
+        ever holds at once. Slots for ``num_encoder_tokens`` are cross attention's; without
+        it they take nothing.
         """
         most_blocks = self._most_blocks if recycled else None
         return self.block_pool.num_missing_ids(
@@ -187,6 +193,7 @@ class KVCacheCoordinator(ABC):
                 ),
                 default=1,
             ),
+            num_encoder_tokens=num_encoder_tokens,
         )
 
     def allocate(
@@ -196,6 +203,7 @@ class KVCacheCoordinator(ABC):
         num_tokens: int,
         num_kept: int = 0,
         num_states: int = 1,
+        num_encoder_tokens: int = 0,
     ) -> BlocksByType | None:
         """Give a request ``num_tokens`` slots in every type; returns the new blocks.
 
@@ -203,14 +211,14 @@ class KVCacheCoordinator(ABC):
         the request is known: one that is refused leaves nothing behind. Of new states only the
         last ``num_states`` take blocks.
         """
-        new_blocks = self.block_pool.allocate(blocks.tables, num_tokens, num_kept, num_states)
+        new_blocks = self.block_pool.allocate(blocks.growing, num_tokens, num_kept, num_states)
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks
         # Or sooner, if block sizes do not divide each other; then there is nothing to do yet.
         blocks.next_slots = -(-num_tokens // self._slots_unit) * self._slots_unit + 1
         if self._records_new_blocks:
-            for manager, new in zip(self.managers, new_blocks, strict=True):
+            for manager, new in zip(self._growing, new_blocks, strict=True):
                 manager.record_new(new)
         return new_blocks
 
@@ -281,8 +289,8 @@ class KVCacheCoordinator(ABC):
     def _check_sleep(self, request_id: str, blocks: RequestBlocks) -> None:
         """No request sleeps past the next thing that there is to do for it."""
         where = f"request {request_id} sleeps until"
-        next_slots = self.block_pool.num_slots(blocks.tables) + 1
-        assert not blocks.tables or blocks.next_slots <= next_slots, (
+        next_slots = self.block_pool.num_slots(blocks.growing) + 1
+        assert not blocks.growing or blocks.next_slots <= next_slots, (
             f"{where} {blocks.next_slots} without slots"
         )
         for manager, table in zip(self.managers, blocks.tables, strict=True):

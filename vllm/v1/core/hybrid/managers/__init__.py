@@ -5,12 +5,14 @@ from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import NEVER, SingleTypeKVCacheManager
 from vllm.v1.core.hybrid.managers.chunked_local import ChunkedLocalAttentionManager
+from vllm.v1.core.hybrid.managers.cross_attention import CrossAttentionManager
 from vllm.v1.core.hybrid.managers.full_attention import FullAttentionManager
 from vllm.v1.core.hybrid.managers.mamba import MambaManager
 from vllm.v1.core.hybrid.managers.sliding_window import SlidingWindowManager
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 __all__ = [
     "NEVER",
     "ChunkedLocalAttentionManager",
+    "CrossAttentionManager",
     "FullAttentionManager",
     "MambaManager",
     "SingleTypeKVCacheManager",
@@ -44,6 +47,8 @@ def create_manager(
         manager_cls = ChunkedLocalAttentionManager
     elif isinstance(attention_type.spec, MambaSpec):
         manager_cls = MambaManager
+    elif isinstance(attention_type.spec, CrossAttentionSpec):
+        manager_cls = CrossAttentionManager
     else:
         raise ValueError(f"no manager for {attention_type}")
     return manager_cls(type_id, attention_type, block_pool, settings)

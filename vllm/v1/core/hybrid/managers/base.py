@@ -32,6 +32,8 @@ class SingleTypeKVCacheManager(ABC):
     downward_closed: ClassVar[bool] = False
     #: Whether blocks leave a request's table before it ends.
     releases: ClassVar[bool] = False
+    #: Whether the slots are for the tokens of an encoder, and not for the request's own.
+    holds_encoder: ClassVar[bool] = False
     #: For base's callers: hits are never kept longer than what was asked for.
     retains_longer_hit: ClassVar[bool] = False
 
