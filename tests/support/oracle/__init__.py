@@ -13,11 +13,12 @@ from .faults import (
     WriteFault,
 )
 from .identity import MultiModalItem, PrefixIdentity, expected_tokens
-from .models import Chunked, Full, Mamba, Sliding, make_kv_cache_config, smallest_pool
+from .models import Chunked, Cross, Full, Mamba, Sliding, make_kv_cache_config, smallest_pool
 from .simulated_worker import SimulatedWorker
 
 __all__ = [
     "Chunked",
+    "Cross",
     "Full",
     "InFlightFault",
     "Mamba",

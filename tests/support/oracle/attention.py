@@ -26,17 +26,26 @@ class Attention:
     Args:
         tables: Which attention types there are; steps bring their own copies of the tables.
         sequences: What each row's positions hold.
+        encoder_states: The same for what an encoder makes of each row's input.
         num_blocks: Physical blocks, the null block included.
     """
 
-    def __init__(self, tables: BlockTables, sequences: Sequences, num_blocks: int) -> None:
+    def __init__(
+        self,
+        tables: BlockTables,
+        sequences: Sequences,
+        encoder_states: Sequences,
+        num_blocks: int,
+    ) -> None:
         self.types = tables.types
         self.kv_types = tables.kv_types
         self.state_types = tables.state_types
         self.num_groups = max(tables.num_groups, 1)
         self.sequences = sequences
+        self.encoder_states = encoder_states
         self.memory = DeviceMemory(num_blocks, tables.max_block_size)
         self.reads_checked = 0
+        self.encoder_reads_checked = 0
         self.writes_done = 0
         #: Request id of each serial, for messages.
         self.names: list[str] = []
@@ -57,13 +66,14 @@ class Attention:
             self._check_reads(step, tables, captured)
 
     def check_slots(self, step: Step, ends: np.ndarray) -> None:
-        """Block tables must reach up to ``ends``, one per request."""
+        """Block tables must reach up to ``ends``, one per request, or to the encoder's end."""
         for tables, lengths in zip(self.types, step.table_lengths, strict=True):
-            short = ends > lengths * tables.block_size
+            needed = step.encoder_lengths if tables.of_encoder else ends
+            short = needed > lengths * tables.block_size
             if short.any():
                 i = int(np.argmax(short))
                 raise WriteFault(
-                    f"step {step.index}: {step.requests[i].req_id} needs {ends[i]} slots, its "
+                    f"step {step.index}: {step.requests[i].req_id} needs {needed[i]} slots, its "
                     f"{lengths[i]} blocks of groups {tables.group_ids} have "
                     f"{lengths[i] * tables.block_size}"
                 )
@@ -83,10 +93,11 @@ class Attention:
             alive = np.array([state.req_id not in step.abandoned for state in step.requests])
             for tables, captured in zip(self.types, step.tables, strict=True):
                 size = tables.block_size
-                first = tables.rule.first_column(step.starts, step.ends, size)
+                ends = step.ends_in(tables)
+                first = tables.rule.first_column(step.starts, ends, size)
                 columns = np.arange(captured.shape[2])
                 read = columns >= first[:, None]
-                read &= columns * size < step.ends[:, None]
+                read &= columns * size < ends[:, None]
                 read &= alive[:, None]
                 clash = self._handed_out[captured] & read
                 if clash.any():
@@ -103,13 +114,18 @@ class Attention:
 
         A block released too early is found at once, not only when someone overwrites it.
         """
-        ends = step.ends
-        firsts = [t.rule.first_column(step.starts, ends, t.block_size) for t in self.types]
+        all_ends = [step.ends_in(t) for t in self.types]
+        firsts = [
+            t.rule.first_column(step.starts, ends, t.block_size)
+            for t, ends in zip(self.types, all_ends, strict=True)
+        ]
         for i, state in enumerate(step.requests):
             if state.req_id in step.abandoned:
                 continue
             block_ids = get_block_ids(state.req_id)
-            for tables, captured, first in zip(self.types, step.tables, firsts, strict=True):
+            for tables, captured, first, ends in zip(
+                self.types, step.tables, firsts, all_ends, strict=True
+            ):
                 span = slice(first[i], -(-ends[i] // tables.block_size))
                 held = tables.select(block_ids)[:, span]
                 read = captured[:, i, span]
@@ -173,17 +189,33 @@ class Attention:
         self.states.checkpoints_written += len(written) * len(tables.group_ids)
 
     def _write(self, step: Step) -> None:
-        counts = step.counts
-        if counts.max() == 1:
-            index, positions = np.arange(len(counts)), step.starts
+        both = list(zip(self.kv_types, step.tables, strict=False))
+        own = [(tables, captured) for tables, captured in both if not tables.of_encoder]
+        self._write_positions(step, own, self.sequences, step.starts, step.counts)
+        # As in base's runner, the encoder's states are written in a request's first step.
+        new = np.where(step.starts == 0, step.encoder_lengths, 0)
+        if len(own) < len(both) and new.any():
+            encoder = [(tables, captured) for tables, captured in both if tables.of_encoder]
+            self._write_positions(step, encoder, self.encoder_states, np.zeros_like(new), new)
+
+    def _write_positions(
+        self,
+        step: Step,
+        types: list[tuple[TypeTables, np.ndarray]],
+        sequences: Sequences,
+        starts: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        if counts.max() == 1 == counts.min():
+            index, positions = np.arange(len(counts)), starts
         else:
             index = np.repeat(np.arange(len(counts)), counts)
             before = np.cumsum(counts) - counts
-            positions = np.arange(len(index)) + (step.starts - before)[index]
-        contents = self.sequences.identities[step.rows[index], positions]
+            positions = np.arange(len(index)) + (starts - before)[index]
+        contents = sequences.identities[step.rows[index], positions]
         # The tag of a block: which admission of which request, and which group.
         tags = step.serials[index] * self.num_groups
-        for tables, captured in zip(self.kv_types, step.tables, strict=False):
+        for tables, captured in types:
             columns = positions // tables.block_size
             try:
                 self.memory.write(
@@ -202,10 +234,11 @@ class Attention:
     def _check_reads(self, step: Step, tables: TypeTables, captured: np.ndarray) -> None:
         """Compare all that one attention type reads with the requests' own prefixes."""
         size = tables.block_size
-        ends = step.ends
+        ends = step.ends_in(tables)
         lows = tables.rule.first_read(step.starts)
         first = lows // size
-        identities = self.sequences.identities
+        sequences = self.encoder_states if tables.of_encoder else self.sequences
+        identities = sequences.identities
         by_block = identities.reshape(len(identities), -1, size)
         if first.any():
             width = int(((ends - 1) // size - first).max()) + 1
@@ -232,6 +265,7 @@ class Attention:
         global _total_reads
         num_reads = int((ends - lows).sum()) * len(tables.group_ids)
         self.reads_checked += num_reads
+        self.encoder_reads_checked += num_reads if tables.of_encoder else 0
         _total_reads += num_reads
 
     def _describe(
@@ -244,11 +278,13 @@ class Attention:
     ) -> str:
         group, request, column, slot = np.argwhere(wrong)[0]
         block = int(blocks[group, request, column])
+        position = positions[request, column, slot]
+        where = f"encoder position {position}" if tables.of_encoder else f"position {position}"
         written = "a wrong prefix" if self.memory.slots[block, slot] else "nothing at that slot"
         content = self.memory.describe(block, written, self.names, self.num_groups)
         return (
             f"step {step.index}: {step.requests[request].req_id}, group "
-            f"{tables.group_ids[group]}, reads position {positions[request, column, slot]} "
+            f"{tables.group_ids[group]}, reads {where} "
             f"(computing {step.starts[request]} to {step.ends[request] - 1}) from block {block}, "
             f"which {content}; {int(wrong.sum())} wrong reads in this step"
         )

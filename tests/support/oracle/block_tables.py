@@ -9,7 +9,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from .faults import ProtocolFault
 from .identity import hash64
-from .read_rules import ReadRule, read_rule
+from .models import MAX_ENCODER_LENGTH
+from .read_rules import ReadEncoder, ReadRule, read_rule
 from .states import StateRule, state_rule
 
 
@@ -31,7 +32,10 @@ class TypeTables:
         self.rule = rule
         self.block_size = block_size
         one_block = isinstance(rule, StateRule) and rule.one_block
-        self.width = 1 if one_block else -(-max_model_len // block_size)
+        #: Whether positions are those of an encoder's tokens.
+        self.of_encoder = isinstance(rule, ReadEncoder)
+        longest = MAX_ENCODER_LENGTH if self.of_encoder else max_model_len
+        self.width = 1 if one_block else -(-longest // block_size)
         self.table = np.zeros((len(group_ids), num_rows, self.width), dtype=np.int64)
         self.counts = np.zeros(num_rows, dtype=np.int64)
         #: Tells the content of one group from that of the others, `[group, 1, ...]`.
@@ -56,7 +60,7 @@ class TypeTables:
         if end > self.width:
             raise ProtocolFault(
                 f"{end} blocks for a request in groups {self.group_ids}; "
-                f"max_model_len needs {self.width} at most"
+                f"the longest sequence needs {self.width} at most"
             )
         self.table[:, row, start:end] = ids
         self.counts[row] = end
@@ -91,6 +95,10 @@ class BlockTables:
         self.state_types = [t for t in types if isinstance(t.rule, StateRule)]
         #: All types; those with a slot per token come first.
         self.types = self.kv_types + self.state_types
+
+    @property
+    def has_encoder(self) -> bool:
+        return any(t.of_encoder for t in self.kv_types)
 
     @property
     def max_block_size(self) -> int:

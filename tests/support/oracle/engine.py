@@ -11,7 +11,10 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.encoder_cache_manager import (
+    EncoderCacheManager,
+    EncoderDecoderCacheManager,
+)
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
@@ -20,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from .engine_config import (
@@ -79,10 +82,12 @@ class OracleEngine:
         self.settings = settings = settings or OracleSettings()
         self.kv_cache_config = kv_cache_config
         groups = kv_cache_config.kv_cache_groups
+        is_encoder_decoder = any(isinstance(g.kv_cache_spec, CrossAttentionSpec) for g in groups)
         vllm_config = make_vllm_config(
             settings,
             block_size=groups[0].kv_cache_spec.block_size if groups else 16,
             num_blocks=kv_cache_config.num_blocks,
+            is_encoder_decoder=is_encoder_decoder,
         )
         set_mamba_options(vllm_config, kv_cache_config)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -112,7 +117,9 @@ class OracleEngine:
         self.scheduler.use_v2_model_runner = settings.model_runner_v2
         self.scheduler.num_lookahead_tokens = settings.num_lookahead_tokens
         # The config's model is a text model; images need a place to be encoded.
-        self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_CACHE_SIZE)
+        cache_cls = EncoderDecoderCacheManager if is_encoder_decoder else EncoderCacheManager
+        self.scheduler.encoder_cache_manager = cache_cls(_ENCODER_CACHE_SIZE)
+        self.scheduler.is_encoder_decoder = is_encoder_decoder
         self.scheduler.max_num_encoder_input_tokens = _ENCODER_CACHE_SIZE
         self.manager = self.scheduler.kv_cache_manager
         self.worker = SimulatedWorker(
@@ -145,10 +152,11 @@ class OracleEngine:
         priority: int = 0,
         stop_tokens: Sequence[int] = (),
         mm_items: Sequence[MultiModalItem] = (),
+        encoder_length: int = 0,
         skip_reading_prefix_cache: bool = False,
         req_id: str | None = None,
     ) -> str:
-        """Add a request; returns its id."""
+        """Add a request; returns its id. ``encoder_length`` tokens go to the encoder."""
         self._num_added += 1
         req_id = req_id or f"r{self._num_added - 1}"
         params = SamplingParams(
@@ -179,11 +187,12 @@ class OracleEngine:
                     mm_position=PlaceholderRange(offset=item.offset, length=item.length),
                 )
                 for item in mm_items
-            ],
+            ]
+            + _encoder_input(req_id, encoder_length),
             block_hasher=self._block_hasher,
         )
         identity = PrefixIdentity(cache_salt, lora_name, tuple(mm_items))
-        self.worker.announce(req_id, identity)
+        self.worker.announce(req_id, identity, encoder_length)
         self.submissions[req_id] = Submission(
             req_id, list(prompt), max_tokens, identity, tuple(stop_tokens), request
         )
@@ -327,6 +336,11 @@ class OracleEngine:
         return self.worker.attention.states.reads_checked
 
     @property
+    def encoder_reads_checked(self) -> int:
+        """Of `reads_checked`, those of an encoder's states."""
+        return self.worker.attention.encoder_reads_checked
+
+    @property
     def tokens_from_cache(self) -> int:
         """Prompt tokens that were not computed but found in the prefix cache."""
         return self.worker.tokens_from_cache
@@ -341,3 +355,11 @@ class OracleEngine:
     def _check_manager(self) -> None:
         if self._check is not None:
             self._check()
+
+
+def _encoder_input(req_id: str, length: int) -> list[MultiModalFeatureSpec]:
+    """What an encoder-decoder model gets besides the decoder's prompt, beside its first token."""
+    if not length:
+        return []
+    position = PlaceholderRange(offset=0, length=length)
+    return [MultiModalFeatureSpec(None, "audio", f"encoder input of {req_id}", position)]

@@ -81,14 +81,19 @@ def structured_output_manager() -> StructuredOutputManager:
     return StructuredOutputManager(_base_config())
 
 
-def make_vllm_config(settings: OracleSettings, block_size: int, num_blocks: int) -> VllmConfig:
-    """A configuration with these settings; no model is loaded and nothing is downloaded."""
+def make_vllm_config(
+    settings: OracleSettings, block_size: int, num_blocks: int, is_encoder_decoder: bool = False
+) -> VllmConfig:
+    """A configuration with these settings; no model is loaded and nothing is downloaded.
+
+    Prompts of an encoder-decoder model are not cut into chunks.
+    """
     config = copy.copy(_base_config())
     config.model_config = copy.copy(config.model_config)
     config.model_config.max_model_len = settings.max_model_len
     config.scheduler_config = SchedulerConfig(
         max_model_len=settings.max_model_len,
-        is_encoder_decoder=False,
+        is_encoder_decoder=is_encoder_decoder,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         policy=settings.policy,

@@ -10,6 +10,7 @@ import torch
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -19,6 +20,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from .short_repr import ShortRepr
+
+#: Tokens of the longest input to an encoder.
+MAX_ENCODER_LENGTH = 100
 
 
 def _heads(half_precision: bool) -> dict[str, Any]:
@@ -115,7 +119,23 @@ class Mamba(ShortRepr):
         return min(-(-max_model_len // self.block_size), most)
 
 
-AttentionKind = Full | Sliding | Chunked | Mamba
+@dataclass(frozen=True, repr=False)
+class Cross(ShortRepr):
+    """Cross attention to an encoder's tokens."""
+
+    block_size: int = 16
+    num_groups: int = 1
+    #: A model with both precisions has new blocks zeroed.
+    half_precision: bool = False
+
+    def spec(self) -> KVCacheSpec:
+        return CrossAttentionSpec(block_size=self.block_size, **_heads(self.half_precision))
+
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return -(-MAX_ENCODER_LENGTH // self.block_size)
+
+
+AttentionKind = Full | Sliding | Chunked | Mamba | Cross
 
 
 def smallest_pool(

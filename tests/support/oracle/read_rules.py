@@ -3,7 +3,8 @@
 
 The worker checks one range of positions per request and step: from the first position that
 any query of the step reads to the last query's own. Position content does not depend on the
-query, so the union of the queries' ranges is all there is to check.
+query, so the union of the queries' ranges is all there is to check. Cross attention is the
+exception: its positions are those of an encoder's tokens, and each query reads all of them.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ import numpy as np
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MLAAttentionSpec,
@@ -60,12 +62,20 @@ class ReadChunk(ReadRule):
         return starts // self.chunk * self.chunk
 
 
+@dataclass(frozen=True)
+class ReadEncoder(ReadRule):
+    """Cross attention: every query reads all positions, which are the encoder's."""
+
+    def first_read(self, starts: np.ndarray) -> np.ndarray:
+        return np.zeros_like(starts)
+
+
 def read_rule(spec: KVCacheSpec) -> ReadRule:
     """The rule of a spec whose layers keep one slot per token.
 
     Raises:
         NotImplementedError: for specs with another meaning of a slot (Mamba states,
-            compressed MLA, cross attention).
+            compressed MLA).
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         rules = {read_rule(layer) for layer in spec.kv_cache_specs.values()}
@@ -75,6 +85,8 @@ def read_rule(spec: KVCacheSpec) -> ReadRule:
         # Exactly this class: its MLA variant rebuilds its window after a hit.
         if type(spec) is SlidingWindowSpec:
             return ReadWindow(spec.sliding_window)
+    elif isinstance(spec, CrossAttentionSpec):
+        return ReadEncoder()
     elif isinstance(spec, ChunkedLocalAttentionSpec):
         return ReadChunk(spec.attention_chunk_size)
     elif isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):

@@ -18,6 +18,7 @@ from .attention import Attention
 from .block_tables import BlockTables
 from .faults import ProtocolFault
 from .identity import PrefixIdentity
+from .models import MAX_ENCODER_LENGTH
 from .sequences import Sequences
 from .step import RequestState, Step
 
@@ -60,21 +61,29 @@ class SimulatedWorker:
         unit = math.lcm(*(t.block_size for t in self.tables.kv_types))
         longest = max_model_len + (num_spec_tokens + 1) * (max_steps_in_flight + 1)
         self.sequences = Sequences(num_rows, -(-longest // unit) * unit, vocab_size)
-        self.attention = Attention(self.tables, self.sequences, kv_cache_config.num_blocks)
+        self.encoder_states = Sequences(num_rows, -(-MAX_ENCODER_LENGTH // unit) * unit, vocab_size)
+        self.attention = Attention(
+            self.tables, self.sequences, self.encoder_states, kv_cache_config.num_blocks
+        )
         self.num_steps = 0
         self.tokens_from_cache = 0
         self.num_drafts_accepted = 0
         self.num_drafts_rejected = 0
 
         self._identities: dict[str, PrefixIdentity] = {}
+        self._encoder_lengths: dict[str, int] = {}
         self._states: dict[str, RequestState] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._unsettled: list[Step] = []
         self._speculates = num_spec_tokens > 0
 
-    def announce(self, req_id: str, identity: PrefixIdentity) -> None:
-        """Tell what determines a request's KV besides its tokens."""
+    def announce(self, req_id: str, identity: PrefixIdentity, encoder_length: int = 0) -> None:
+        """Tell what determines a request's KV besides its tokens, and what an encoder gets.
+
+        No two requests have the same input to the encoder.
+        """
         self._identities[req_id] = identity
+        self._encoder_lengths[req_id] = encoder_length
 
     # Submitting: what a model runner does before the forward pass
 
@@ -117,6 +126,12 @@ class SimulatedWorker:
 
         states = [self._states[req_id] for req_id in scheduled.num_scheduled_tokens]
         rows = np.array([state.row for state in states], dtype=np.int64)
+        encoded = {s.req_id for s in states if s.encoder_length and not starts[s.req_id]}
+        if self.tables.has_encoder and encoded != scheduled.scheduled_encoder_inputs.keys():
+            raise ProtocolFault(
+                f"{sorted(encoded)} begin, but the encoder is to run for "
+                f"{sorted(scheduled.scheduled_encoder_inputs)}"
+            )
         step = Step(
             index=self.num_steps,
             scheduled=scheduled,
@@ -125,6 +140,7 @@ class SimulatedWorker:
             starts=np.array([starts[state.req_id] for state in states], dtype=np.int64),
             counts=np.array(list(scheduled.num_scheduled_tokens.values()), dtype=np.int64),
             serials=np.array([state.serial for state in states], dtype=np.int64),
+            encoder_lengths=np.array([state.encoder_length for state in states], dtype=np.int64),
             tables=[t.of_rows(rows) for t in self.tables.types] if states else [],
             table_lengths=[t.counts[rows] for t in self.tables.types] if states else [],
             retired_rows=retired,
@@ -168,6 +184,10 @@ class SimulatedWorker:
         self.attention.names.append(req_id)
         self._states[req_id] = state
         self.sequences.start(state.row, tokens, self._identities[req_id])
+        state.encoder_length = self._encoder_lengths[req_id]
+        self.encoder_states.start(
+            state.row, range(state.encoder_length), PrefixIdentity(f"encoder input of {req_id}")
+        )
         self.tokens_from_cache += num_computed
         ids_by_type = self.tables.replace(state.row, block_ids)
         return self._filled(

@@ -9,6 +9,8 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from .block_tables import TypeTables
+
 
 @dataclass
 class RequestState:
@@ -21,6 +23,8 @@ class RequestState:
     #: The lists that the scheduler sent, extended in place like the V1 runner's, so that
     #: a manager that keeps using a list it has handed out is found.
     block_ids: Sequence[list[int]]
+    #: Tokens of its input to an encoder.
+    encoder_length: int = 0
     last_step: int = -1
     #: Drafts proposed, valid while the sequence has this many known tokens.
     drafts: list[int] = field(default_factory=list)
@@ -38,6 +42,7 @@ class Step:
     starts: np.ndarray
     counts: np.ndarray
     serials: np.ndarray
+    encoder_lengths: np.ndarray
     #: Per attention type, the block tables of `rows` and their lengths, as of scheduling.
     tables: list[np.ndarray]
     table_lengths: list[np.ndarray]
@@ -50,6 +55,10 @@ class Step:
     #: Draft tokens rejected, per serial, once the step has run.
     rejected: dict[int, int] = field(default_factory=dict)
     output: ModelRunnerOutput | None = None
+
+    def ends_in(self, tables: TypeTables) -> np.ndarray:
+        """One past the last position that each request reads in an attention type."""
+        return self.encoder_lengths if tables.of_encoder else self.ends
 
     @property
     def ends(self) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 from .engine import OracleEngine
 from .engine_config import OracleSettings
 from .identity import MultiModalItem, hash64
-from .models import AttentionKind, Full, make_kv_cache_config, smallest_pool
+from .models import MAX_ENCODER_LENGTH, AttentionKind, Full, make_kv_cache_config, smallest_pool
 from .short_repr import ShortRepr
 
 _PLACEHOLDER = 3
@@ -41,6 +41,8 @@ class Add(ShortRepr):
     stops: bool = False
     #: An image in the place of the first tokens of the tail.
     image: int | None = None
+    #: Tokens of the input to the encoder of a model that has one.
+    encoder: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,6 +156,7 @@ def _add(engine: OracleEngine, add: Add, req_ids: list[str]) -> None:
         priority=add.priority,
         stop_tokens=range(max(vocab_size // 8, 1)) if add.stops else (),
         mm_items=items,
+        encoder_length=min(add.encoder, MAX_ENCODER_LENGTH),
     )
 
 

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder-decoder models, and models without any KV cache, under the content oracle.
+
+A request's encoder states are written in its first step, and all of them read in each of its
+steps. Nothing is ever cached, so both managers must come to the very same run.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.oracle import (
+    Cross,
+    Full,
+    InFlightFault,
+    Mamba,
+    OracleEngine,
+    OracleFault,
+    OracleSettings,
+    ReadFault,
+    Sliding,
+    WriteFault,
+)
+from support.oracle.planted_encoder_faults import (
+    ENCODER_PLANTERS,
+    allocates_an_encoder_slot_too_few,
+    allocates_the_encoders_blocks_by_decoder_tokens,
+    frees_the_encoders_blocks_after_the_first_step,
+    gives_out_the_encoder_blocks_of_another_request,
+    keeps_encoder_blocks_after_preemption,
+)
+from support.oracle.planted_faults import (
+    allocates_a_slot_too_few,
+    frees_a_request_a_step_early,
+    gives_out_a_block_of_another_request,
+    never_frees,
+)
+from support.oracle.workload import (
+    Abort,
+    Add,
+    Case,
+    Run,
+    apply,
+    make_engine,
+    random_operations,
+)
+from support.oracle.workload import run_case as run_any_case
+from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
+
+pytest_plugins = ["support.oracle.fixtures"]
+pytestmark = pytest.mark.usefixtures("reads_are_checked")
+
+#: Base cuts no prompt of such models into chunks, so a step takes the longest.
+SETTINGS = OracleSettings(enable_prefix_caching=False, max_num_batched_tokens=512)
+ASYNC = {"async_scheduling": True, "steps_in_flight": 1}
+ROOMY = 1000
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "async": ASYNC,
+    "async, two in flight": {"async_scheduling": True, "steps_in_flight": 2},
+    "pipeline parallel": {"steps_in_flight": 1},
+    "runner v2": {"model_runner_v2": True},
+}
+
+MODELS = {
+    "Whisper": (Full(), Cross()),
+    "several groups": (Cross(num_groups=3), Full(num_groups=2)),
+    "sliding windows": (Sliding(20, 8, 2), Cross(8), Full(8)),
+    "larger encoder blocks": (Full(8), Cross(32, 2)),
+    "block sizes that do not divide": (Cross(6), Full(4, 2)),
+    "two precisions, zeroed blocks": (Full(), Cross(half_precision=True)),
+    "Mamba": (Mamba(256, mode="none"), Cross(), Full()),
+}
+
+
+#: Those that differ most, for what runs with all models.
+SOME_PIPELINES = {name: PIPELINES[name] for name in ("async, two in flight", "runner v2")}
+
+
+@pytest.fixture(params=list(PIPELINES.values()), ids=list(PIPELINES))
+def pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+@pytest.fixture(params=list(SOME_PIPELINES.values()), ids=list(SOME_PIPELINES))
+def some_pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+@pytest.fixture(params=list(MODELS.values()), ids=list(MODELS))
+def kinds(request: pytest.FixtureRequest) -> tuple:
+    return request.param
+
+
+def run_case(case: Case, check_integrity: bool = True) -> OracleEngine:
+    """Run a case with both managers; one that reads nothing of an encoder tells nothing."""
+    base = run_any_case(BaseManager, case, check_integrity)
+    fork = run_any_case(ForkManager, case, check_integrity)
+    assert fork.encoder_reads_checked == base.encoder_reads_checked > 0
+    assert fork.reads_checked == base.reads_checked
+    assert fork.num_preemptions == base.num_preemptions
+    assert fork.num_schedules == base.num_schedules
+    assert fork.tokens_from_cache == base.tokens_from_cache == 0
+    return fork
+
+
+def test_every_step_reads_all_of_the_encoder(pipeline: dict[str, Any]) -> None:
+    """One of 50 encoder tokens, and 5 steps; a later one of 100, and 3; one without."""
+    operations = (
+        Add(tail=10, max_tokens=5, encoder=50),
+        Run(9),
+        Add(tail=30, max_tokens=3, encoder=100),
+        Add(tail=20, max_tokens=9),
+    )
+    settings = replace(SETTINGS, **pipeline)
+    engine = run_case(Case((Full(), Cross(num_groups=2)), operations, settings, ROOMY))
+    # A third step in flight is scheduled before the end is known.
+    extra = settings.steps_in_flight == 2
+    assert engine.encoder_reads_checked == 2 * ((5 + extra) * 50 + (3 + extra) * 100)
+
+
+def test_preemption(kinds: tuple, some_pipeline: dict[str, Any]) -> None:
+    """Long requests in a pool for hardly more than one."""
+    operations = [Add(tail=60, max_tokens=90, encoder=60 + 8 * i) for i in range(5)]
+    engine = run_case(Case(kinds, tuple(operations), replace(SETTINGS, **some_pipeline)))
+    assert engine.num_preemptions > 0
+
+
+def test_aborts(kinds: tuple, some_pipeline: dict[str, Any]) -> None:
+    """At every stage of a request, with others that take its blocks over at once."""
+    operations: list[Any] = []
+    for steps in range(1, 7):
+        operations += [
+            Add(tail=80, max_tokens=20, encoder=100),
+            Add(tail=50, max_tokens=4, encoder=33),
+            Run(steps, abort=len(operations) // 5 * 2),
+            Add(tail=5, parent=0, shared=70, max_tokens=5, encoder=100),
+            Abort(len(operations) // 2),
+        ]
+    settings = replace(SETTINGS, **some_pipeline)
+    engine = run_case(Case(kinds, tuple(operations), settings, extra_blocks=12))
+    assert any(submission.aborted for submission in engine.submissions.values())
+    assert any(submission.finished for submission in engine.submissions.values())
+
+
+@pytest.mark.parametrize("pipeline_name", ["plain", "async, two in flight"])
+def test_random(kinds: tuple, pipeline_name: str) -> None:
+    for seed in range(2):
+        rng = random.Random(f"{kinds} {pipeline_name} {seed}")
+        changes = {
+            "vocab_size": 256,
+            "policy": rng.choice(("fcfs", "priority")),
+            "watermark": rng.choice((0.0, 0.1)),
+            "reserve_full_sequence": rng.random() < 0.5,
+        }
+        case = Case(
+            kinds,
+            random_encoder_operations(rng, 30, SETTINGS.max_model_len),
+            replace(SETTINGS, **PIPELINES[pipeline_name], **changes),
+            extra_blocks=(0, 20)[seed],
+            shuffle_groups=seed,
+        )
+        run_case(case)
+
+
+def random_encoder_operations(rng: random.Random, count: int, max_model_len: int) -> tuple:
+    """With inputs of all lengths; rarely without any."""
+    operations = random_operations(rng, count, max_model_len, vary_identity=False)
+    lengths = (0, 1, 16, 64, 100, rng.randint(1, 100))
+    return tuple(
+        replace(op, encoder=rng.choice(lengths)) if isinstance(op, Add) else op for op in operations
+    )
+
+
+def test_the_longest_sequence_fills_the_smallest_pool() -> None:
+    longest = SETTINGS.max_model_len
+    operations = (Add(tail=longest // 2, max_tokens=longest, encoder=100),) * 2
+    engine = run_case(Case(MODELS["Whisper"], operations, SETTINGS))
+    outputs = [submission.outputs for submission in engine.submissions.values()]
+    assert list(map(len, outputs)) == [longest // 2] * 2
+
+
+@pytest.mark.parametrize("pipeline_name", ["plain", "async"])
+def test_prefix_caching_asked_for(pipeline_name: str) -> None:
+    """Equal decoder prompts, as of all transcriptions: nothing is hit. Base's lookup raises."""
+    operations = (
+        Add(tail=100, max_tokens=5, encoder=50),
+        Run(9),
+        Add(tail=0, parent=0, shared=100, max_tokens=5, encoder=50),
+        Add(tail=9, parent=0, shared=90, max_tokens=5, encoder=70),
+    )
+    settings = replace(SETTINGS, **PIPELINES[pipeline_name])
+    without = run_case(Case(MODELS["Whisper"], operations, settings, ROOMY))
+    caching = replace(settings, enable_prefix_caching=True)
+    case = Case(MODELS["Whisper"], operations, caching, ROOMY)
+    engine = run_any_case(ForkManager, case)
+    assert engine.encoder_reads_checked == without.encoder_reads_checked
+    assert engine.tokens_from_cache == 0
+    with pytest.raises(NotImplementedError, match="does not support caching"):
+        run_any_case(BaseManager, case)
+
+
+# Planted faults
+
+
+def exposing_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    settings = replace(SETTINGS, **rng.choice(({}, ASYNC)), vocab_size=256)
+    operations = random_encoder_operations(rng, 50, settings.max_model_len)
+    kinds = rng.choice((MODELS["Whisper"], MODELS["several groups"]))
+    return Case(kinds, operations, settings, extra_blocks=rng.choice((0, 10, 60)))
+
+
+@pytest.mark.parametrize(
+    "planter",
+    [
+        *ENCODER_PLANTERS,
+        allocates_a_slot_too_few,
+        frees_a_request_a_step_early,
+        gives_out_a_block_of_another_request,
+        never_frees,
+    ],
+    ids=lambda planter: planter.__name__,
+)
+def test_planted_fault_is_found(manager_cls: Any, planter: Callable[[type], type]) -> None:
+    """Without checks of block tables: what is read and written must give it away."""
+    for seed in range(30):
+        try:
+            run_any_case(planter(manager_cls), exposing_case(seed), False)
+        except OracleFault:
+            # The fault, and not the case, was the reason.
+            run_case(exposing_case(seed), False)
+            return
+        except Exception:
+            continue
+    pytest.fail(f"{planter.__doc__} The oracle does not notice.")
+
+
+def fails(
+    manager_cls: Any,
+    planter: Callable[[type], type],
+    case: Case,
+    fault: type,
+    message: str,
+    check_held: bool = False,
+) -> None:
+    """A case is fine, and a fault in it is found for this reason."""
+    run_case(case)
+    engine = make_engine(planter(manager_cls), case, check_integrity=False)
+    engine._check_held = check_held
+    with pytest.raises(fault, match=message):
+        for operation in case.operations:
+            apply(engine, operation)
+        engine.run_until_done()
+
+
+TWO = (Add(tail=20, max_tokens=9, encoder=64), Run(3), Add(tail=20, max_tokens=9, encoder=64))
+PLAIN = Case(MODELS["Whisper"], TWO, SETTINGS, ROOMY)
+
+
+def test_another_requests_encoder(manager_cls: Any) -> None:
+    fails(
+        manager_cls,
+        gives_out_the_encoder_blocks_of_another_request,
+        PLAIN,
+        ReadFault,
+        r"r0, group 1, reads encoder position 0 \(computing 22 to 22\) from block \d+, which "
+        "holds a wrong prefix, last owner r1 in group 1; 64 wrong reads in this step",
+    )
+
+
+def test_encoder_slots_that_are_missing(manager_cls: Any) -> None:
+    case = replace(PLAIN, operations=(Add(tail=20, max_tokens=2, encoder=65),))
+    message = r"r0 needs 65 slots, its 4 blocks of groups \[1\] have 64"
+    fails(manager_cls, allocates_an_encoder_slot_too_few, case, WriteFault, message)
+    message = r"r0 needs 65 slots, its 2 blocks of groups \[1\] have 32"
+    fails(manager_cls, allocates_the_encoders_blocks_by_decoder_tokens, case, WriteFault, message)
+
+
+def test_encoder_blocks_freed_too_early(manager_cls: Any) -> None:
+    """Found at once, in a pool where nobody takes the blocks; and where somebody does."""
+    planter = frees_the_encoders_blocks_after_the_first_step
+    fails(manager_cls, planter, PLAIN, InFlightFault, "the manager holds", check_held=True)
+    fails(manager_cls, planter, replace(PLAIN, extra_blocks=0), OracleFault, "r0")
+
+
+def test_the_encoder_blocks_from_before_a_preemption(manager_cls: Any) -> None:
+    operations = tuple(Add(tail=60, max_tokens=120, encoder=100) for _ in range(4))
+    case = replace(PLAIN, operations=operations, extra_blocks=6)
+    fails(manager_cls, keeps_encoder_blocks_after_preemption, case, OracleFault, "group")
+
+
+# Models without KV cache: sentence encoders and the like, which compute a prompt at once.
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("pipeline_name", ["plain", "async"])
+def test_a_model_without_kv_cache(pipeline_name: str, caching: bool) -> None:
+    """The pool has the null block only, and all are served; base agrees on what to do when."""
+    settings = replace(SETTINGS, **PIPELINES[pipeline_name], enable_prefix_caching=caching)
+    settings = replace(settings, max_num_seqs=3)
+    operations: list[Any] = []
+    for i in range(8):
+        operations += [Add(tail=40 + i, max_tokens=1 + i % 2), Run(1, abort=i if i == 3 else None)]
+    case = Case((), (*operations, Abort(7)), settings)
+    assert case.num_blocks == 1
+    fork = run_any_case(ForkManager, case)
+    assert fork.worker.num_steps > 8
+    assert sum(s.finished for s in fork.submissions.values()) >= 6
+    if not caching:  # Base's coordinator of several groups takes no model without any.
+        base = run_any_case(BaseManager, case)
+        assert base.num_schedules == fork.num_schedules
