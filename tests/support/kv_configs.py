@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -34,7 +35,7 @@ class AttentionKind:
     blocks for zeroing.
     """
 
-    kind: str  # "full", "mla", "sliding", "chunked" or "mamba"
+    kind: str  # "full", "mla", "sliding", "chunked", "cross" or "mamba"
     block_size: int
     groups: int = 1
     window: int | None = None  # of chunked local attention, the chunk
@@ -62,6 +63,8 @@ class AttentionKind:
             return FullAttentionSpec(**shape)
         if self.kind == "mla":
             return MLAAttentionSpec(**shape)
+        if self.kind == "cross":
+            return CrossAttentionSpec(**shape)
         assert self.window is not None
         if self.kind == "chunked":
             return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
@@ -76,7 +79,12 @@ class AttentionKind:
     @property
     def reads_all(self) -> bool:
         """Whether a token attends to all before it."""
-        return self.window is None and not self.holds_states
+        return self.window is None and not self.of_encoder and not self.holds_states
+
+    @property
+    def of_encoder(self) -> bool:
+        """Whether slots are for an encoder's tokens, all of which each token attends to."""
+        return self.kind == "cross"
 
     def first_read(self, position: int) -> int:
         """The first position that a token at ``position`` attends to, or whose state it reads."""
@@ -107,6 +115,10 @@ def chunked(chunk: int, block_size: int, groups: int = 1, **kwargs: Any) -> Atte
 
 def mamba(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
     return AttentionKind("mamba", block_size, groups, **kwargs)
+
+
+def cross(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("cross", block_size, groups, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -25,26 +25,45 @@ class KVContent:
         self.num_slots_checked = 0
 
     def write(
-        self, tables: Sequence[Sequence[int]], identities: list[int], start: int, end: int
+        self,
+        tables: Sequence[Sequence[int]],
+        identities: list[int],
+        start: int,
+        end: int,
+        encoder: list[int],
     ) -> None:
-        """KV of positions ``start`` to ``end`` is computed, in every group."""
+        """KV of positions ``start`` to ``end`` is computed, in every group.
+
+        In a request's first step also that of its encoder's positions, all at once.
+        """
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            size = kind.block_size
-            # Of states only the last one is written.
-            first_index = (end - 1) // size if kind.holds_states else start // size
-            for index in range(first_index, -(-end // size)):
-                block_id = table[index]
-                if block_id == 0:
-                    raise Unsafe(f"group {group} writes block {index} to the null block")
-                if kind.holds_states:
-                    self._blocks[block_id] = (group, index, [identities[end - 1]])
-                    continue
-                block = self._blocks.get(block_id)
-                if block is None or block[:2] != (group, index):
-                    block = self._blocks[block_id] = (group, index, [0] * size)
-                first, last = max(start, index * size), min(end, (index + 1) * size)
-                offset = index * size
-                block[2][first - offset : last - offset] = identities[first:last]
+            if not kind.of_encoder:
+                self._write(group, table, identities, start, end)
+            elif start == 0:
+                self._write(group, table, encoder, 0, len(encoder))
+
+    def _write(
+        self, group: int, table: Sequence[int], identities: list[int], start: int, end: int
+    ) -> None:
+        kind = self.groups[group]
+        size = kind.block_size
+        if end > len(table) * size:
+            raise Unsafe(f"group {group} writes token {end - 1} but has {len(table)} blocks")
+        # Of states only the last one is written.
+        first_index = (end - 1) // size if kind.holds_states else start // size
+        for index in range(first_index, -(-end // size)):
+            block_id = table[index]
+            if block_id == 0:
+                raise Unsafe(f"group {group} writes block {index} to the null block")
+            if kind.holds_states:
+                self._blocks[block_id] = (group, index, [identities[end - 1]])
+                continue
+            block = self._blocks.get(block_id)
+            if block is None or block[:2] != (group, index):
+                block = self._blocks[block_id] = (group, index, [0] * size)
+            first, last = max(start, index * size), min(end, (index + 1) * size)
+            offset = index * size
+            block[2][first - offset : last - offset] = identities[first:last]
 
     def check_states(
         self, tables: Sequence[Sequence[int]], identities: list[int], start: int
@@ -61,13 +80,19 @@ class KVContent:
                 self.num_slots_checked += 1
 
     def check_step(
-        self, tables: Sequence[Sequence[int]], identities: list[int], start: int, end: int
+        self,
+        tables: Sequence[Sequence[int]],
+        identities: list[int],
+        start: int,
+        end: int,
+        encoder: list[int],
     ) -> None:
         """Every read of a step that computes positions ``start`` to ``end`` is right."""
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            if not kind.holds_states:
-                first = kind.first_read(start)
-                self._check(group, table, identities, first, end, "reads")
+            if kind.of_encoder:
+                self._check(group, table, encoder, 0, len(encoder), "reads")
+            elif not kind.holds_states:
+                self._check(group, table, identities, kind.first_read(start), end, "reads")
 
     def check_hit(
         self, tables: Sequence[Sequence[int]], identities: list[int], hit_length: int

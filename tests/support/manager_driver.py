@@ -72,7 +72,8 @@ class ManagerDriver(ManagerModel):
             num_lookahead_tokens=0,
             num_external_computed_tokens=0,
             delay_cache_blocks=False,
-            num_encoder_tokens=0,
+            # A request that kept its blocks has the encoder behind it.
+            num_encoder_tokens=live.plan.encoder if looked_up else 0,
             full_sequence_must_fit=self.setup.full_sequence_must_fit,
             reserved_blocks=reserved,
             has_scheduled_reqs=bool(self.running),
@@ -374,7 +375,8 @@ class ManagerDriver(ManagerModel):
         """Read-only calls about one request, as scheduler and connectors make them."""
         if not self.live:
             return {"skipped": "observe"}
-        request = self.live[pick % len(self.live)].request
+        live = self.live[pick % len(self.live)]
+        request = live.request
         manager, request_id = self.manager, request.request_id
         computed = request.num_computed_tokens
         blocks = manager.get_blocks(request_id)
@@ -382,17 +384,20 @@ class ManagerDriver(ManagerModel):
         if ids != manager.get_block_ids(request_id):
             raise Unsafe("get_blocks and get_block_ids differ")
         full = min(request.num_tokens, self.setup.max_model_len)
-        remaining = manager.coordinator.get_num_blocks_to_allocate(
-            request_id=request_id,
-            num_tokens=full,
-            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
-            num_encoder_tokens=0,
-            total_computed_tokens=computed,
-            num_local_computed_tokens=computed,
-            num_tokens_main_model=full,
-            apply_admission_cap=True,
-            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
-        )
+        remaining = [
+            manager.coordinator.get_num_blocks_to_allocate(
+                request_id=request_id,
+                num_tokens=full,
+                new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+                num_encoder_tokens=num_encoder_tokens,
+                total_computed_tokens=computed,
+                num_local_computed_tokens=computed,
+                num_tokens_main_model=full,
+                apply_admission_cap=True,
+                prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+            )
+            for num_encoder_tokens in (0, live.plan.encoder)
+        ]
         clipped = manager.get_block_ids_for_computed_tokens(request_id, computed)
         return {
             "request": request_id,

@@ -106,6 +106,10 @@ class ManagerModel:
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
             first = kind.first_read(start)
             end = -(-live.request.num_computed_tokens // kind.block_size)
+            if kind.of_encoder:
+                first, end = 0, -(-live.plan.encoder // kind.block_size)
+                if len(table) < end:
+                    raise Unsafe(f"{live.request_id} group {group} lost blocks: {table}")
             if kind.holds_states:
                 end = first // kind.block_size + 1 if start else 0  # the states between are null
             if 0 in table[first // kind.block_size : end]:
@@ -139,10 +143,10 @@ class ManagerModel:
             if ids and table[-len(ids) :] != ids:
                 raise Unsafe(f"{live.request_id} group {group}: {ids} is not the end of {table}")
         self.check_zeroing(new_ids)
-        identities = live.identities(end)
-        self.content.check_states(tables, identities, start)
-        self.content.write(tables, identities, start, end)
-        self.content.check_step(tables, identities, start, end)
+        step = live.identities(end), start, end, live.encoder_identities()
+        self.content.check_states(tables, step[0], start)
+        self.content.write(tables, *step)
+        self.content.check_step(tables, *step)
         request.num_computed_tokens = end
         request.num_in_flight_tokens += num_tokens
         samples = end >= request.num_tokens + request.num_output_placeholders

@@ -5,11 +5,11 @@ A `Program` is plain data. A failing one is printed with all that is needed to r
 paste it and call `support.differential.run_program`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from support.kv_configs import AttentionKind, KVSetup, setups
+from support.kv_configs import AttentionKind, KVSetup, attention_kinds, cross, setups
 from support.manager_driver import Op
 from support.requests import RequestPlan, plan_trees
 
@@ -78,3 +78,27 @@ def programs(
     setup = draw(setups(tight=tight, prompt_tokens=longest, kinds=kinds))
     unit = draw(st.sampled_from([setup.scheduler_block_size, setup.resolved_hash_block_size]))
     return Program(setup, draw(plan_trees(longest, unit)), draw(op_lists(max_ops)))
+
+
+@st.composite
+def encoder_decoder_kinds(draw: st.DrawFn) -> tuple[AttentionKind, ...]:
+    """Cross attention before, between or after up to three other types."""
+    kinds = list(draw(attention_kinds(max_kinds=3)))
+    block_size = draw(st.sampled_from([kinds[0].block_size, 4, 16, 6]))
+    groups = draw(st.one_of(st.just(1), st.integers(1, 5)))
+    dtype = draw(st.sampled_from(["bfloat16"] * 4 + ["float32"]))
+    kinds.insert(
+        draw(st.integers(0, len(kinds))), cross(block_size, groups, variant=9, dtype=dtype)
+    )
+    return tuple(kinds)
+
+
+@st.composite
+def encoder_decoder_programs(draw: st.DrawFn, *, tight: bool = False) -> Program:
+    """Without prefix caching, which base does not have for such models."""
+    program = draw(programs(tight=tight, kinds=encoder_decoder_kinds()))
+    setup = replace(program.setup, caching=False, hash_block_size=None)
+    # As long as prompts, for which the pool is made; rarely none.
+    lengths = st.one_of(st.integers(1, 100), st.sampled_from([0, 1, 16, 48]))
+    plans = tuple(replace(plan, encoder=draw(lengths)) for plan in program.plans)
+    return replace(program, setup=setup, plans=plans)

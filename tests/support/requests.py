@@ -54,6 +54,8 @@ class RequestPlan:
     images: tuple[Image, ...] = ()
     skip_reading: bool = False
     report_full: bool = False
+    #: Tokens of the input to an encoder, if the model has one; no two requests have the same.
+    encoder: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -156,6 +158,11 @@ class LiveRequest:
             parent = known[-1] if known else Identities.ROOT
             known.append(self._identities.extend(parent, token, self._key(position)))
         return known[:end]
+
+    def encoder_identities(self) -> list[int]:
+        """Identities of what an encoder makes of the request's input."""
+        extend, root = self._identities.extend, Identities.ROOT
+        return [extend(root, i, ("encoder", self.request_id)) for i in range(self.plan.encoder)]
 
     def _key(self, position: int) -> object:
         salt = self.plan.salt if position == 0 else None

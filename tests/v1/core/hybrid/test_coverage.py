@@ -7,18 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from support.kv_configs import KVSetup, chunked, full, mamba, mla, sliding
+from support.kv_configs import KVSetup, chunked, cross, full, mamba, mla, sliding
 from support.model_configs import write_config
 from support.plugin_state import plugin_state_restored
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.hybrid import KVCacheManager
+from vllm.v1.core.hybrid.coordinators import (
+    EncoderDecoderKVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+)
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
+from vllm.v1.core.hybrid.decision import describe
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     HiSparseHotSpec,
     KVCacheConfig,
@@ -113,6 +119,32 @@ def test_events_with_blocks_of_the_size_of_hashes_are_covered():
     assert find_uncovered_feature(replace(facts, enable_kv_cache_events=True)) is None
 
 
+def test_cross_attention_is_covered_and_caches_nothing():
+    facts = facts_of(FULL, CrossAttentionSpec(**SHAPE))
+    assert find_uncovered_feature(facts) is None
+    for caching in (False, True):
+        manager = KVSetup((full(16), cross(16)), 100, caching=caching).build(KVCacheManager)
+        assert type(manager.coordinator) is EncoderDecoderKVCacheCoordinator
+        assert describe(manager.attention_types) == (
+            "2 managers for 2 KV cache groups: full_attention (1 group, block size 16); "
+            "cross_attention (1 group, block size 16)"
+        )
+
+
+def test_base_gives_encoder_only_attention_no_kv_cache_group():
+    """Its layers have no spec, and so BERT no groups; workers add one for themselves only."""
+    assert KVCacheSpecRegistry.get_manager_class(EncoderOnlyAttentionSpec(**SHAPE)) is None
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_model_without_kv_cache_groups_is_covered(caching):
+    """BERT, or Prithvi, which has no attention that base knows of."""
+    assert find_uncovered_feature(facts_of()) is None
+    manager = KVSetup((), 1, caching=caching).build(KVCacheManager)
+    assert type(manager.coordinator) is KVCacheCoordinatorNoPrefixCache
+    assert describe(manager.attention_types) == "no KV cache groups"
+
+
 # ------------------------------------------------------------------ kinds of KV cache groups
 
 
@@ -138,7 +170,7 @@ def platform_spec():
     [
         (MambaSpec(**MAMBA, mamba_cache_mode="all"), "the Mamba cache mode all"),
         (MambaSpec(**MAMBA, num_speculative_blocks=2), "speculative decoding"),
-        (CrossAttentionSpec(**SHAPE), "cross attention"),
+        (EncoderOnlyAttentionSpec(**SHAPE), "encoder-only attention"),
         (SinkFullAttentionSpec(**SHAPE, sink_len=4), "full attention with a sink"),
         (RSWASpec(**SHAPE, rswa_window=64), "KV cache spec RSWASpec"),
         (CircularBufferSpec(**SHAPE), "KV cache spec CircularBufferSpec"),
@@ -269,7 +301,7 @@ def test_context_parallelism_of_the_engine():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"is_encoder_decoder": True}, "an encoder-decoder model"),
+        ({"is_encoder_decoder": True}, None),
         ({"canvas_length": 32}, "a diffusion model"),
     ],
 )

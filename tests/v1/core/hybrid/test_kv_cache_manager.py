@@ -336,7 +336,6 @@ def test_mixed_precision_caches_have_their_new_blocks_zeroed():
     [
         ({"num_new_tokens": 0}, "num_new_tokens is 0"),
         ({"num_external_computed_tokens": 16}, "num_external_computed_tokens is 16"),
-        ({"num_encoder_tokens": 4}, "num_encoder_tokens is 4"),
     ],
 )
 def test_wrong_calls_raise_and_change_nothing(changes, message):
