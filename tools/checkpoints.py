@@ -31,6 +31,7 @@ __all__ = [
     "tiny_llama",
     "tiny_llama4",
     "tiny_mistral",
+    "tiny_whisper",
 ]
 
 
@@ -74,6 +75,11 @@ def tiny_falcon_h1(force: bool = False) -> Path:
     return ensure_tiny(tiny_models.TINY_FALCON_H1, force)
 
 
+def tiny_whisper(force: bool = False) -> Path:
+    """Whisper: an encoder, and two decoder layers with self attention and cross attention."""
+    return ensure_tiny(tiny_models.TINY_WHISPER, force)
+
+
 #: Every checkpoint that can be made, by its name on the command line.
 CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "gemma3-270m": gemma3_270m,
@@ -84,6 +90,7 @@ CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "tiny-llama4": tiny_llama4,
     "tiny-granite4": tiny_granite4,
     "tiny-falcon-h1": tiny_falcon_h1,
+    "tiny-whisper": tiny_whisper,
 }
 
 

@@ -32,6 +32,7 @@ STATES = "managers/mamba.py"
 WINDOW = "managers/sliding_window.py"
 COORDINATOR = "coordinators/base.py"
 HYBRID = "coordinators/hybrid.py"
+ENCODER = "coordinators/encoder_decoder.py"
 BLOCKS = "kv_cache_blocks.py"
 NATIVE_POOL = "csrc/block_pool.cpp"
 NATIVE_SEARCH = "csrc/block_pool.h"
@@ -131,6 +132,30 @@ MUTANTS = (
         HYBRID,
         "or len(self._to_verify) <= 1",
         "or len(self._to_verify) <= 9",
+    ),
+    Mutant(
+        "blocks are not kept back for the encoder while others allocate",
+        ENCODER,
+        "num_kept += self._num_encoder_ids_needed(blocks, num_encoder_tokens)",
+        "pass",
+    ),
+    Mutant(
+        "an encoder gets slots for as many tokens as the decoder",
+        ENCODER,
+        "self.block_pool.allocate(self._encoder_tables(blocks), num_encoder_tokens)",
+        "self.block_pool.allocate(self._encoder_tables(blocks), num_tokens)",
+    ),
+    Mutant(
+        "an encoder's blocks grow with the request",
+        ENCODER,
+        "tuple(tables[m.type_id] for m in self._growing)",
+        "tables",
+    ),
+    Mutant(
+        "admission does not count the encoder",
+        ENCODER,
+        "return num_needed + self._num_encoder_ids_needed(blocks, num_encoder_tokens)",
+        "return num_needed",
     ),
     Mutant(
         "no token is left to compute",

@@ -32,10 +32,20 @@ PACKAGE = ROOT / "vllm/v1/core/hybrid"
 TESTS = ROOT / "tests/v1/core/hybrid"
 #: A layer's tests run until the first one fails.
 LAYERS = {
-    "unit": ("test_block_pool.py", "test_managers.py", "test_kv_cache_manager.py"),
-    "differential": ("test_differential_cases.py", "test_differential.py"),
+    "unit": (
+        "test_block_pool.py",
+        "test_managers.py",
+        "test_kv_cache_manager.py",
+        "test_cross_attention.py",
+    ),
+    "differential": (
+        "test_differential_cases.py",
+        "test_differential_cross_attention.py",
+        "test_differential.py",
+    ),
     "oracle": (
         "test_oracle.py",
+        "test_oracle_cross_attention.py",
         "test_oracle_shapes.py",
         "test_oracle_random.py",
         "test_oracle_mamba.py",

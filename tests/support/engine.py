@@ -18,6 +18,8 @@ from typing import Any, Self
 
 import pytest
 
+from support.engine_prompts import Noise
+
 WORKER = Path(__file__).with_name("engine_worker.py")
 FORK_PACKAGE = "vllm.v1.core.hybrid."
 ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
@@ -60,14 +62,14 @@ class Round:
     """Prompts that run together; the rounds of a job run one after another.
 
     Args:
-        prompts: Texts or token ids.
+        prompts: Texts, token ids, or noise for a model that listens.
         max_tokens: Of each request; a single number, or one a request, repeated.
         arrivals: The engine step before which each request arrives; empty: all at once.
         aborts: Per request (index) that is aborted, the step before which.
         sampling: More arguments of ``SamplingParams``.
     """
 
-    prompts: Sequence[str | Sequence[int]]
+    prompts: Sequence[str | Sequence[int] | Noise]
     max_tokens: int | Sequence[int] = 16
     priorities: Sequence[int] = ()
     arrivals: Sequence[int] = ()

@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 #: Token ids of printable characters in the tiny models' vocabulary.
 ORDINARY_TOKENS = range(37, 132)
@@ -10,6 +11,17 @@ ORDINARY_TOKENS = range(37, 132)
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 )
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What an encoder-decoder model gets: noise to listen to, 16,000 samples a second, the same
+    for the same seed, and the decoder's prompt.
+    """
+
+    seed: int
+    num_samples: int
+    tokens: Sequence[int]
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

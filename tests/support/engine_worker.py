@@ -148,9 +148,23 @@ def sampling_params(spec: dict[str, Any], index: int) -> Any:
     )
 
 
-def prompt_of(prompt: str | list[int], salt: str | None) -> Any:
+def prompt_of(prompt: Any, salt: str | None) -> Any:
+    if isinstance(prompt, dict):
+        return encoder_decoder_prompt(**prompt)
     content = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     return content | ({"cache_salt": salt} if salt else {})
+
+
+def encoder_decoder_prompt(seed: int, num_samples: int, tokens: list[int]) -> Any:
+    """See `support.engine_prompts.Noise`."""
+    import numpy as np
+
+    noise = np.random.default_rng(seed).standard_normal(num_samples).astype(np.float32)
+    sound = {"audio": (noise, 16_000)}
+    return {
+        "encoder_prompt": {"prompt": "", "multi_modal_data": sound},
+        "decoder_prompt": {"prompt_token_ids": tokens},
+    }
 
 
 def generate_all(llm: Any, spec: dict[str, Any]) -> list[Any]:

@@ -56,7 +56,7 @@ class TinyModel:
 
     name: str
     model_type: str
-    #: Configuration values beyond those that all tiny models share.
+    #: Configuration values beyond those that it shares with others.
     config: Mapping[str, object]
     seed: int = 0
     #: Standard deviation of the embeddings, small beside what the layers add to them.
@@ -67,12 +67,17 @@ class TinyModel:
     residual_gain: float = 2.0
     #: The same for single projections, by name, where they would drown what else is added.
     gains: Mapping[str, float] = field(default_factory=dict)
+    #: Values that tiny models share.
+    common: Mapping[str, object] = field(default_factory=lambda: _COMMON)
+    #: For a model with a Whisper encoder, how sound is cut up for it.
+    audio: Mapping[str, int] = field(default_factory=dict)
 
     def origin(self) -> dict[str, object]:
-        return {
+        audio = {"audio": self.audio} if self.audio else {}
+        return audio | {
             "format": FORMAT,
             "model_type": self.model_type,
-            "config": {**_COMMON, **self.config},
+            "config": {**self.common, **self.config},
             "seed": self.seed,
             "embedding_std": self.embedding_std,
             "attention_gain": self.attention_gain,
@@ -90,13 +95,20 @@ def ensure_tiny(model: TinyModel, force: bool = False) -> Path:
 
 def _make(model: TinyModel, folder: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSpeechSeq2Seq,
+        GenerationConfig,
+        WhisperFeatureExtractor,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     dtype = torch.float32
-    config = AutoConfig.for_model(model.model_type, dtype=dtype, **{**_COMMON, **model.config})
-    network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config = AutoConfig.for_model(model.model_type, dtype=dtype, **model.common, **model.config)
+    auto_model = AutoModelForSpeechSeq2Seq if model.audio else AutoModelForCausalLM
+    network = auto_model.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             parameter.copy_(_draw(model, name, parameter))
@@ -105,6 +117,8 @@ def _make(model: TinyModel, folder: Path) -> None:
     )
     network.save_pretrained(folder)
     save_tokenizer(folder, MAX_LENGTH)
+    if model.audio:
+        WhisperFeatureExtractor(**model.audio).save_pretrained(folder)
 
 
 def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tensor":
@@ -233,4 +247,37 @@ TINY_LLAMA4 = TinyModel(
         "use_qk_norm": False,
     },
     attention_gain=3.0,
+)
+#: Two seconds of sound make 100 encoder tokens.
+TINY_WHISPER = TinyModel(
+    "tiny-whisper",
+    "whisper",
+    {
+        "d_model": 128,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 256,
+        "decoder_ffn_dim": 256,
+        "num_mel_bins": 16,
+        "max_source_positions": 100,
+        "max_target_positions": 448,
+        "decoder_start_token_id": BOS_ID,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+        # vLLM's Whisper has no output layer of its own.
+        "tie_word_embeddings": True,
+    },
+    common={
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    },
+    audio={"feature_size": 16, "chunk_length": 2, "sampling_rate": 16_000},
+    # Or it would repeat its last token, whose embedding is also in the output layer.
+    embedding_std=0.2,
+    attention_gain=4.0,
+    gains={"out_proj": 4.0},
 )

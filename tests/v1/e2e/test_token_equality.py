@@ -27,7 +27,7 @@ from support.engine import (
     assert_same_outputs,
     verify_pair,
 )
-from support.engine_prompts import pass_key_prompt, prompts, random_tokens
+from support.engine_prompts import Noise, pass_key_prompt, prompts, random_tokens
 
 #: Around the tiny models' window of 64 tokens, and far beyond it.
 LENGTHS = [40, 64, 65, 130, 200, 310]
@@ -169,6 +169,54 @@ def test_mamba_with_preemption(engines: EnginePair, model: Callable[[], Path]) -
     assert_same_outputs(base, fork)
     assert_preempted(base, fork)
     assert fork.total("num_preemptions") == base.total("num_preemptions")
+
+
+def whisper_rounds() -> list[Round]:
+    """Sounds from a tenth of a second to all that it hears, and decoder prompts of all lengths."""
+    lengths = [4, 31, 32, 33, 90, 150, 220, 1]
+    sounds = [
+        Noise(seed, 1_600 + 4_000 * seed, random_tokens(length, seed))
+        for seed, length in enumerate(lengths)
+    ]
+    return [
+        Round(sounds, max_tokens=[60, 30, 90]),
+        Round(
+            sounds[::-1], max_tokens=60, arrivals=[0, 0, 3, 7, 7, 14, 20, 31], aborts={1: 9, 4: 30}
+        ),
+    ]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+def test_whisper(engines: EnginePair, is_async: bool) -> None:
+    """Each request holds 4 blocks for its encoder and up to 10 of its own; the pool has 29."""
+    base, fork = engines.run(
+        checkpoints.tiny_whisper(),
+        whisper_rounds(),
+        max_model_len=448,
+        max_num_batched_tokens=448,
+        num_gpu_blocks_override=30,
+        async_scheduling=is_async,
+    )
+
+    assert "full_attention (1 group, block size 32); cross_attention (1 group" in fork.log
+    assert_same_outputs(base, fork)
+    assert_preempted(base, fork)
+    # Nothing is cached, so nothing may differ.
+    assert fork.total("num_preemptions") == base.total("num_preemptions")
+    assert fork.num_steps == base.num_steps
+    assert fork.peak_usage == base.peak_usage > 0.8
+
+
+def test_whisper_whose_user_asks_for_prefix_caching(engines: EnginePair) -> None:
+    """Base says that it disables it, and fails in the first lookup."""
+    rounds = [Round([Noise(1, 32_000, random_tokens(100, seed=1))] * 2, max_tokens=24)] * 2
+    model = checkpoints.tiny_whisper()
+    base = engines.base.run(model, rounds, max_model_len=448)
+    fork = engines.fork.run(model, rounds, max_model_len=448, enable_prefix_caching=True)
+
+    verify_pair(base, fork)
+    assert_same_outputs(base, fork)
+    assert fork.total("prefix_cache_hits") == 0
 
 
 def test_chunked_prefill(engines: EnginePair, tiny_model: Path) -> None:
