@@ -263,8 +263,8 @@ MUTANTS = (
     Mutant(
         "admission counts a window as if it kept everything",
         MANAGER,
-        "*hit, recycled=True, num_states",
-        "*hit, recycled=False, num_states",
+        "num_states=states, recycled=True)",
+        "num_states=states, recycled=False)",
     ),
     Mutant(
         "the watermark is ignored",

@@ -70,10 +70,10 @@ def test_encoder_blocks_that_are_lost_are_found() -> None:
 
 def test_encoder_blocks_by_decoder_tokens_are_found() -> None:
     class Mistaken(BaseKVCacheManager):
-        def allocate_slots(self, request: Request, num_new_tokens: int, **kwargs: Any) -> Any:
+        def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("num_encoder_tokens"):
-                kwargs["num_encoder_tokens"] = num_new_tokens + 16
-            return super().allocate_slots(request, num_new_tokens, **kwargs)
+                kwargs["num_encoder_tokens"] = args[0] + 16
+            return super().allocate_slots(request, *args, **kwargs)
 
     with pytest.raises(Difference, match="new_blocks"):
         run_exactly(PROGRAM, Mistaken)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from support.oracle import (
     Cross,
@@ -23,6 +24,7 @@ from support.oracle import (
     ReadFault,
     Sliding,
     WriteFault,
+    make_kv_cache_config,
 )
 from support.oracle.planted_encoder_faults import (
     ENCODER_PLANTERS,
@@ -48,8 +50,14 @@ from support.oracle.workload import (
     random_operations,
 )
 from support.oracle.workload import run_case as run_any_case
+from support.plugin_state import plugin_state_restored
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
 from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.hybrid.plugin import activate
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
@@ -317,3 +325,38 @@ def test_a_model_without_kv_cache(pipeline_name: str, caching: bool) -> None:
             run_any_case(BaseManager, case)
     else:
         assert run_any_case(BaseManager, case).num_schedules == fork.num_schedules
+
+
+@pytest.mark.parametrize("manager", [None, BaseManager], ids=["chosen by the plugin", "base"])
+def test_an_attention_free_model(manager: Any) -> None:
+    """As Prithvi asks: a token in place of an image of no tokens, and a tensor in return.
+
+    Base's path for such models needs no more of its manager than that it gives no blocks; with
+    the plugin it is the fork's.
+    """
+    with plugin_state_restored():
+        activate()
+        engine = OracleEngine(manager, make_kv_cache_config((), 1), SETTINGS)
+    assert (type(engine.manager) is ForkManager) == (manager is None)
+    scheduler = engine.scheduler
+    for i in range(3):
+        image = MultiModalFeatureSpec(None, "image", f"image {i}", PlaceholderRange(0, 0))
+        scheduler.add_request(
+            Request(f"r{i}", [1], None, PoolingParams(task="plugin"), mm_features=[image])
+        )
+    scheduled = scheduler.schedule()
+    assert [(r.req_id, r.block_ids) for r in scheduled.scheduled_new_reqs] == [
+        (f"r{i}", ()) for i in range(3)
+    ]
+    req_ids = list(scheduled.num_scheduled_tokens)
+    output = ModelRunnerOutput(
+        req_ids,
+        {req_id: i for i, req_id in enumerate(req_ids)},
+        sampled_token_ids=[],
+        pooler_output=[torch.full((2,), float(i)) for i in range(3)],
+    )
+    (outputs,) = scheduler.update_from_output(scheduled, output).values()
+    assert [o.pooling_output.tolist() for o in outputs.outputs] == [[i, i] for i in range(3)]
+    assert all(o.finish_reason is not None for o in outputs.outputs)
+    assert not scheduler.has_unfinished_requests()
+    assert engine.manager.usage == 0
