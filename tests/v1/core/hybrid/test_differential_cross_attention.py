@@ -26,7 +26,8 @@ def run_exactly(program: Program, candidate: Any = KVCacheManager) -> Totals:
 def test_random_programs(tight: bool, examples: int) -> None:
     totals = explore(encoder_decoder_programs(tight=tight), run_exactly, examples)
     print(f"\ntight={tight}: {totals}")
-    assert totals.compared == totals.ops >= 1000
+    # How long programs get depends on what else is imported; each has some.
+    assert totals.compared == totals.ops >= 10 * totals.programs
     assert min(totals.slots_checked) > 0
     assert totals.hits == totals.evictions == [0, 0]
     assert not tight or min(totals.preemptions) > 0
