@@ -72,7 +72,6 @@ class ManagerDriver(ManagerModel):
             num_lookahead_tokens=0,
             num_external_computed_tokens=0,
             delay_cache_blocks=False,
-            # A request that kept its blocks has the encoder behind it.
             num_encoder_tokens=live.plan.encoder if looked_up else 0,
             full_sequence_must_fit=self.setup.full_sequence_must_fit,
             reserved_blocks=reserved,
@@ -376,8 +375,7 @@ class ManagerDriver(ManagerModel):
         if not self.live:
             return {"skipped": "observe"}
         live = self.live[pick % len(self.live)]
-        request = live.request
-        manager, request_id = self.manager, request.request_id
+        manager, request, request_id = self.manager, live.request, live.request_id
         computed = request.num_computed_tokens
         blocks = manager.get_blocks(request_id)
         ids = blocks.get_block_ids()
