@@ -32,7 +32,8 @@ class AttentionKind:
 
     ``variant`` makes otherwise equal specs different, as layers of another head
     size do. ``dtype`` other than the rest of the model's makes base record new
-    blocks for zeroing.
+    blocks for zeroing. ``draft`` marks the groups as a drafter's, and ``retained`` tokens
+    stay before a window for one that prefills again.
     """
 
     kind: str  # "full", "mla", "sliding", "chunked", "cross" or "mamba"
@@ -42,6 +43,8 @@ class AttentionKind:
     variant: int = 0
     dtype: str = "bfloat16"
     checkpoints: bool = False  # of Mamba, whether states in the middle of a step are kept
+    draft: bool = False
+    retained: int = 0
 
     def spec(self) -> KVCacheSpec:
         if self.kind == "mamba":
@@ -69,7 +72,9 @@ class AttentionKind:
         if self.kind == "chunked":
             return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
         assert self.kind == "sliding"
-        return SlidingWindowSpec(**shape, sliding_window=self.window)
+        return SlidingWindowSpec(
+            **shape, sliding_window=self.window, extra_retained_tokens=self.retained
+        )
 
     @property
     def holds_states(self) -> bool:
@@ -128,6 +133,10 @@ class KVSetup:
     ``layout`` names the attention kind (index into ``kinds``) of each KV cache
     group in turn; None puts each kind's groups side by side. ``max_chunk`` tokens
     of a request are scheduled in a step, in at most ``max_steps`` steps at once.
+
+    With speculative decoding a step verifies ``num_drafts`` tokens of a request, and has
+    ``num_lookahead`` slots beyond. A drafter with ``use_eagle`` reads ``prefill_lookahead``
+    tokens ahead of the computed ones.
     """
 
     kinds: tuple[AttentionKind, ...]
@@ -143,6 +152,10 @@ class KVSetup:
     max_steps: int = 1
     full_sequence_must_fit: bool = True
     hash_block_size: int | None = None
+    num_drafts: int = 0
+    num_lookahead: int = 0
+    use_eagle: bool = False
+    prefill_lookahead: int = 0
 
     @property
     def groups(self) -> tuple[AttentionKind, ...]:
@@ -182,7 +195,7 @@ class KVSetup:
             num_blocks=self.num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec(layer_names=[f"layer.{i}"], kv_cache_spec=kind.spec())
+                KVCacheGroupSpec([f"layer.{i}"], kind.spec(), is_eagle_group=kind.draft)
                 for i, kind in enumerate(self.groups)
             ],
             prefix_cache_retention_interval=self.retention,
@@ -195,8 +208,8 @@ class KVSetup:
             max_model_len=self.max_model_len,
             max_in_flight_tokens=self.max_chunk * self.max_steps,
             enable_caching=self.caching,
-            use_eagle=False,
-            num_prefill_lookahead=0,
+            use_eagle=self.use_eagle,
+            num_prefill_lookahead=self.prefill_lookahead,
             log_stats=self.log_stats,
             enable_kv_cache_events=self.events,
             dcp_world_size=1,

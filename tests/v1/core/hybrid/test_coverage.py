@@ -22,6 +22,7 @@ from vllm.v1.core.hybrid.decision import describe
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -169,7 +170,7 @@ def platform_spec():
     ("spec", "name"),
     [
         (MambaSpec(**MAMBA, mamba_cache_mode="all"), "the Mamba cache mode all"),
-        (MambaSpec(**MAMBA, num_speculative_blocks=2), "speculative decoding"),
+        (MambaSpec(**MAMBA, num_speculative_blocks=2), "Mamba with speculative decoding"),
         (EncoderOnlyAttentionSpec(**SHAPE), "encoder-only attention"),
         (SinkFullAttentionSpec(**SHAPE, sink_len=4), "full attention with a sink"),
         (RSWASpec(**SHAPE, rswa_window=64), "KV cache spec RSWASpec"),
@@ -181,10 +182,6 @@ def platform_spec():
         (
             SlidingWindowMLASpec(**SHAPE, sliding_window=64, bounded_replay=True),
             "SlidingWindowMLASpec that opts out of prefix caching",
-        ),
-        (
-            SlidingWindowSpec(**SHAPE, sliding_window=64, extra_retained_tokens=2),
-            "speculative decoding",
         ),
     ],
 )
@@ -215,7 +212,6 @@ def test_a_spec_of_an_unexpected_kind_is_not_covered_whatever_its_manager():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"is_eagle_group": True}, "speculative decoding"),
         ({"host_resident": True}, "a KV cache on the host"),
         ({"enable_kv_transfer": False}, "a KV cache that is left out of KV transfer"),
         ({"role": KVCacheGroupRole.HISPARSE_SOURCE}, "the role hisparse_source"),
@@ -227,12 +223,66 @@ def test_groups_with_a_special_part_are_not_covered(changes, name):
     assert find_uncovered_feature(facts) == f"{name} (KV cache group 1)"
 
 
+# --------------------------------------------------------------------- speculative decoding
+
+
+def test_drafters_of_all_kinds_are_covered():
+    window = SlidingWindowSpec(**SHAPE, sliding_window=64, extra_retained_tokens=2)
+    draft = KVCacheGroupSpec(["draft.0"], window, is_eagle_group=True)
+    assert find_uncovered_feature(facts_of(FULL, draft)) is None
+    facts = facts_of(FULL, draft, use_eagle=True, num_prefill_lookahead=3)
+    assert find_uncovered_feature(facts) is None
+
+
+@pytest.mark.parametrize("flagged", [False, True])
+def test_drafting_from_hidden_states_beside_chunks_is_not(flagged):
+    """Base's manager takes no such group either, as soon as it looks for a hit."""
+    chunks = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
+    draft = KVCacheGroupSpec(["layer.1"], chunks, is_eagle_group=flagged)
+    reason = "speculative decoding from hidden states with chunked local attention"
+    facts = facts_of(FULL, draft, use_eagle=not flagged)
+    assert find_uncovered_feature(facts) == f"{reason} (KV cache group 1)"
+    # A draft layer elsewhere leaves the chunks alone.
+    facts = facts_of(chunks, replace(FULL, is_eagle_group=True), use_eagle=True)
+    assert find_uncovered_feature(facts) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"method": "eagle3"}, None),
+        ({"method": "mtp"}, None),
+        ({"method": "draft_model"}, None),
+        ({"method": "suffix"}, None),
+        ({"method": "dflash"}, "speculative decoding with dflash"),
+        ({"method": "dspark"}, "speculative decoding with dspark"),
+        ({"method": "extract_hidden_states"}, "speculative decoding with extract_hidden_states"),
+        ({"method": "custom_class"}, "speculative decoding with custom_class"),
+        ({"parallel_drafting": True}, "speculative decoding with parallel drafting"),
+        (
+            {"num_speculative_tokens_per_batch_size": [(1, 4, 2)]},
+            "speculative decoding with a number of drafts that depends on the batch size",
+        ),
+    ],
+)
+def test_speculative_methods(tmp_path, changes, reason):
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+    model = str(write_config(tmp_path, "gemma3"))
+    args = EngineArgs(
+        model, skip_tokenizer_init=True, load_format="dummy", speculative_config=speculation
+    )
+    config = args.create_engine_config()
+    for name, value in changes.items():
+        assert hasattr(config.speculative_config, name)
+        setattr(config.speculative_config, name, value)
+    assert reason_for(config) == reason
+
+
 # ---------------------------------------------------- arguments of the manager's constructor
 
 
 UNCOVERED_ARGUMENTS = [
-    ({"use_eagle": True}, "speculative decoding"),
-    ({"num_prefill_lookahead": 1}, "speculative decoding"),
     ({"dcp_world_size": 2}, "decode context parallelism (world size 2)"),
     ({"pcp_world_size": 4}, "prefill context parallelism (world size 4)"),
     ({"metrics_collector": KVCacheMetricsCollector()}, "KV cache residency metrics"),
@@ -274,10 +324,6 @@ def reason_for(vllm_config: VllmConfig) -> str | None:
         ({}, None),
         ({"tensor_parallel_size": 2}, None),
         ({"enable_prefix_caching": False}, None),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative decoding",
-        ),
         (
             {"kv_transfer_config": KVTransferConfig("OffloadingConnector", kv_role="kv_both")},
             "KV connector OffloadingConnector",

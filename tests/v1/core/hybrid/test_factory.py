@@ -89,10 +89,11 @@ def test_an_uncovered_feature_can_be_made_an_error(log, engine):
     assert type(GEMMA.build(create_kv_cache_manager)) is KVCacheManager
     log.clear()
     with pytest.raises(ValueError) as error:
-        GEMMA.build(create_kv_cache_manager, use_eagle=True)
+        GEMMA.build(create_kv_cache_manager, dcp_world_size=2)
     assert str(error.value) == (
         "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid KV cache does not "
-        "cover speculative decoding yet; with 'fallback', base vLLM's manager serves it"
+        "cover decode context parallelism (world size 2) yet; with 'fallback', base vLLM's manager "
+        "serves it"
     )
     assert log == []
 
@@ -110,8 +111,11 @@ def test_integrity_checks_are_an_option(monkeypatch, engine, check):
 def test_arguments_may_be_positional(log):
     config = GEMMA.kv_cache_config()
     assert type(create_kv_cache_manager(config, 512, 128, 128)) is KVCacheManager
-    # The seventh is use_eagle.
+    # The seventh is use_eagle, and metrics_collector is the thirteenth.
     positional = create_kv_cache_manager(config, 512, 128, 128, 64, True, True)
+    assert type(positional) is KVCacheManager and positional.use_eagle
+    rest = (False, 0, False, False, 1, 1, KVCacheMetricsCollector())
+    positional = create_kv_cache_manager(config, 512, 128, 128, 64, True, *rest)
     assert type(positional) is BaseKVCacheManager
 
 

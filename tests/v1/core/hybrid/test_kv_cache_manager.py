@@ -350,8 +350,6 @@ def test_wrong_calls_raise_and_change_nothing(changes, message):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"use_eagle": True},
-        {"num_prefill_lookahead": 2},
         {"dcp_world_size": 2},
         {"pcp_world_size": 2},
         {"metrics_collector": SimpleNamespace()},

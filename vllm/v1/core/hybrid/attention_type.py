@@ -19,10 +19,15 @@ class AttentionType:
     """KV cache groups with the same KV cache spec, managed as one.
 
     ``group_ids`` are indices into ``KVCacheConfig.kv_cache_groups``, ascending.
+
+    ``is_eagle`` if any of the groups has layers of a drafter that reads the model's hidden
+    states (EAGLE, MTP). Such a layer computes the KV at a position with the token after it, so the
+    last token of a hit is right only where the block after the hit is known too.
     """
 
     spec: KVCacheSpec
     group_ids: tuple[int, ...]
+    is_eagle: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -56,8 +61,20 @@ class AttentionType:
         return f"{self.name} ({groups}, block size {self.spec.block_size})"
 
 
-def get_attention_types(kv_cache_config: KVCacheConfig) -> tuple[AttentionType, ...]:
-    """The attention types of a model, in the order of their first group."""
+def get_eagle_group_ids(kv_cache_config: KVCacheConfig, use_eagle: bool) -> frozenset[int]:
+    """The groups with EAGLE or MTP layers: those that say so, or all where none does."""
+    groups = kv_cache_config.kv_cache_groups
+    flagged = frozenset(i for i, group in enumerate(groups) if group.is_eagle_group)
+    return frozenset(range(len(groups))) if use_eagle and not flagged else flagged
+
+
+def get_attention_types(
+    kv_cache_config: KVCacheConfig, use_eagle: bool = False
+) -> tuple[AttentionType, ...]:
+    """The attention types of a model, in the order of their first group.
+
+    As in base, draft layers with the spec of others are of their type, and make it one of EAGLE.
+    """
     specs: list[KVCacheSpec] = []
     group_ids: list[list[int]] = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -66,6 +83,8 @@ def get_attention_types(kv_cache_config: KVCacheConfig) -> tuple[AttentionType, 
             specs.append(group.kv_cache_spec)
             group_ids.append([])
         group_ids[specs.index(group.kv_cache_spec)].append(group_id)
+    eagle = get_eagle_group_ids(kv_cache_config, use_eagle)
     return tuple(
-        AttentionType(spec, tuple(ids)) for spec, ids in zip(specs, group_ids, strict=True)
+        AttentionType(spec, tuple(ids), is_eagle=not eagle.isdisjoint(ids))
+        for spec, ids in zip(specs, group_ids, strict=True)
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.hybrid.attention_type import get_eagle_group_ids
 from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -52,6 +53,22 @@ _NAMED_KINDS = {
 }
 
 
+#: Speculative methods that draft from another model, or from nothing but tokens, with a KV cache
+#: that grows token by token. DFlash and DSpark fill in many tokens at once, and hidden states
+#: are extracted through a KV connector.
+_COVERED_SPECULATION = {
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "ngram",
+    "ngram_gpu",
+    "suffix",
+}
+
+
 @dataclass(frozen=True)
 class EngineFacts:
     """What decides whether the fork can serve an engine.
@@ -72,13 +89,15 @@ class EngineFacts:
 
 
 def _speculative_decoding(facts: EngineFacts) -> str | None:
-    config = facts.vllm_config
-    if (
-        facts.use_eagle
-        or facts.num_prefill_lookahead > 0
-        or (config is not None and config.speculative_config is not None)
-    ):
-        return "speculative decoding"
+    config = None if facts.vllm_config is None else facts.vllm_config.speculative_config
+    if config is None:
+        return None
+    if config.method not in _COVERED_SPECULATION:
+        return f"speculative decoding with {config.method}"
+    if config.parallel_drafting:
+        return "speculative decoding with parallel drafting"
+    if config.num_speculative_tokens_per_batch_size:
+        return "speculative decoding with a number of drafts that depends on the batch size"
     return None
 
 
@@ -117,17 +136,25 @@ def _residency_metrics(facts: EngineFacts) -> str | None:
 
 
 def _kv_cache_groups(facts: EngineFacts) -> str | None:
+    eagle_group_ids = get_eagle_group_ids(facts.kv_cache_config, facts.use_eagle)
     for group_id, group in enumerate(facts.kv_cache_config.kv_cache_groups):
         reason = _kv_cache_group(group)
+        if reason is None and group_id in eagle_group_ids:
+            reason = _eagle_group(group.kv_cache_spec)
         if reason is not None:
             return f"{reason} (KV cache group {group_id})"
     return None
 
 
+def _eagle_group(spec: KVCacheSpec) -> str | None:
+    # Base's manager refuses it as soon as it looks for a hit.
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "speculative decoding from hidden states with chunked local attention"
+    return None
+
+
 def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
     spec = group.kv_cache_spec
-    if group.is_eagle_group:
-        return "speculative decoding"
     if group.host_resident:
         return "a KV cache on the host"
     if group.role != KVCacheGroupRole.DEFAULT:
@@ -143,9 +170,7 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
         if spec.mamba_cache_mode not in ("none", "align"):
             return f"the Mamba cache mode {spec.mamba_cache_mode}"
         if spec.num_speculative_blocks > 0:
-            return "speculative decoding"
-    if isinstance(spec, SlidingWindowSpec) and spec.extra_retained_tokens > 0:
-        return "speculative decoding"
+            return "Mamba with speculative decoding"
     return None
 
 

@@ -99,8 +99,9 @@ class KVCacheManager(LeftToBase):
             enable_caching=enable_caching,
             retention_interval=kv_cache_config.prefix_cache_retention_interval,
             needs_zeroing=kv_cache_config.needs_kv_cache_zeroing,
+            num_prefill_lookahead=num_prefill_lookahead,
         )
-        self.attention_types = get_attention_types(kv_cache_config)
+        self.attention_types = get_attention_types(kv_cache_config, use_eagle)
         # Without prefix caching there is nothing to tell, as in base.
         event_log = KVCacheEventLog(self.attention_types) if enable_kv_cache_events else None
         self.block_pool = BlockPool(

@@ -24,6 +24,14 @@ class CacheSettings:
     retention_interval: int | None
     #: Whether the worker must zero newly allocated blocks before use.
     needs_zeroing: bool
+    #: Tokens after the computed ones that a drafter reads while it prefills: 1 with EAGLE,
+    #: one for each module with multi-token prediction.
+    num_prefill_lookahead: int = 0
+
+    @property
+    def num_reprefillable_tokens(self) -> int:
+        """Computed tokens at the end whose KV a drafter may still compute anew."""
+        return max(self.num_prefill_lookahead - 1, 0)
 
     def hashes_per_block(self, block_size: int) -> int:
         """How many block hashes a block of ``block_size`` tokens spans."""
@@ -38,6 +46,7 @@ class CacheSettings:
         # Without prefix caching nothing is hashed, and no hit has to end anywhere.
         if self.enable_caching:
             self._validate_block_sizes(attention_types)
+            self._validate_prefill_lookahead(attention_types)
         self._validate_retention(attention_types)
 
     def _validate_block_sizes(self, attention_types: tuple[AttentionType, ...]) -> None:
@@ -58,6 +67,16 @@ class CacheSettings:
                     f"hash_block_size ({self.hash_block_size}) must divide the block size of "
                     f"{attention_type}"
                 )
+
+    def _validate_prefill_lookahead(self, attention_types: tuple[AttentionType, ...]) -> None:
+        # The block after a hit must hold all tokens that the drafter has seen of what follows.
+        if self.num_prefill_lookahead > self.scheduler_block_size and any(
+            attention_type.is_eagle for attention_type in attention_types
+        ):
+            raise ValueError(
+                f"num_prefill_lookahead is {self.num_prefill_lookahead}; with prefix caching, "
+                f"accepted are values up to scheduler_block_size ({self.scheduler_block_size})"
+            )
 
     def _validate_retention(self, attention_types: tuple[AttentionType, ...]) -> None:
         interval = self.retention_interval

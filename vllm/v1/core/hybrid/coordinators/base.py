@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm.utils.math_utils import round_up
 from vllm.v1.core.hybrid._core import BlockTable, GroupedKVCacheBlock
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
@@ -64,11 +63,9 @@ class Hit:
 class KVCacheCoordinator(ABC):
     """Moves one request through the managers of all attention types."""
 
-    # What base's scheduler and connectors ask of a coordinator, for features that the
-    # fork leaves to base: EAGLE groups, hits within a block, multi-token prediction.
+    # What base's scheduler and connectors ask of a coordinator, for a feature that the
+    # fork leaves to base: hits within a block.
     enable_partial_hash_hits: ClassVar[bool] = False
-    eagle_group_ids: ClassVar[frozenset[int]] = frozenset()
-    num_reprefillable_tokens: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -92,6 +89,11 @@ class KVCacheCoordinator(ABC):
         self.scheduler_block_size = settings.scheduler_block_size
         self.hash_block_size = settings.hash_block_size
         self.retention_interval = settings.retention_interval
+        self.num_reprefillable_tokens = settings.num_reprefillable_tokens
+        #: The KV cache groups whose hits leave out the last block that matches.
+        self.eagle_group_ids = frozenset(
+            group_id for t in attention_types if t.is_eagle for group_id in t.group_ids
+        )
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
         self._growing = tuple(m for m in self.managers if not m.holds_encoder)
@@ -236,22 +238,33 @@ class KVCacheCoordinator(ABC):
         """Enter the blocks of the first ``num_tokens`` tokens, all final, in the prefix cache.
 
         Hits end at multiples of the scheduler block size, so blocks after the last one
-        are of no use yet.
+        are of no use yet, except for the one that EAGLE needs to see there.
         """
-        # A request with the same prompt leaves one token to compute, so it resumes at or
-        # before the last token; one with the same prefix where the lookup saw it end.
-        alignment = self.scheduler_block_size
-        boundaries = [(request.num_prompt_tokens - 1) // alignment * alignment]
-        if request.shared_prefix_boundary:
-            boundaries.append(request.shared_prefix_boundary // alignment * alignment)
-        num_tokens = num_tokens // alignment * alignment
-        caching = []
+        boundaries = self._resume_boundaries(request)
+        caching, next_cached = [], NEVER
         for manager in blocks.caching:
             table = blocks.tables[manager.type_id]
             if manager.cache_blocks(request, table, num_tokens, boundaries):
                 caching.append(manager)
-        blocks.caching = caching
-        blocks.next_cached = num_tokens + alignment if caching else NEVER
+                next_cacheable = manager.next_cacheable(table.num_cached)
+                if next_cacheable < next_cached:
+                    next_cached = next_cacheable
+        blocks.caching, blocks.next_cached = caching, next_cached
+
+    def _resume_boundaries(self, request: Request) -> Sequence[int]:
+        """Where a later request can be expected to resume, in multiples of a hit's alignment."""
+        # One with the same prompt leaves a token to compute, so it resumes at or before the
+        # last token; one with the same prefix where the lookup saw it end.
+        alignment = self.scheduler_block_size
+        boundaries = [(request.num_prompt_tokens - 1) // alignment * alignment]
+        if self.eagle_group_ids:
+            # The block after the hit must be full: in a prompt that just fills its last block
+            # a longer one finds it, the same one does not.
+            longer = request.num_prompt_tokens // alignment * alignment
+            boundaries = [max(end - alignment, 0) for end in {boundaries[0], longer}]
+        if request.shared_prefix_boundary:
+            boundaries.append(request.shared_prefix_boundary // alignment * alignment)
+        return boundaries
 
     def pop_blocks_for_free(self, request_id: str) -> list[GroupedKVCacheBlock]:
         """Forget a request; its blocks are the caller's until `BlockPool.free_blocks`."""
@@ -294,12 +307,11 @@ class KVCacheCoordinator(ABC):
             f"{where} {blocks.next_slots} without slots"
         )
         for manager, table in zip(self.managers, blocks.tables, strict=True):
-            next_full = round_up(
-                (table.num_cached + 1) * manager.block_size, self.scheduler_block_size
-            )
-            assert manager not in blocks.caching or blocks.next_cached <= next_full, (
-                f"{where} {blocks.next_cached}, but can cache at {next_full} tokens"
-            )
+            if manager in blocks.caching:
+                next_full = manager.next_cacheable(table.num_cached)
+                assert blocks.next_cached <= next_full, (
+                    f"{where} {blocks.next_cached}, but can cache at {next_full} tokens"
+                )
             next_release = manager.next_release(table.num_released)
             assert blocks.next_released <= next_release, (
                 f"{where} {blocks.next_released}, but can release at {next_release}"

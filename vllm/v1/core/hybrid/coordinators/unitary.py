@@ -28,5 +28,9 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         super().__init__(attention_types, block_pool, settings)
 
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Hit:
-        blocks, num_tokens = self.managers[0].find_longest_hit(block_hashes, max_tokens)
+        manager = self.managers[0]
+        if manager.num_peeked and manager.num_groups == 1:
+            # As base with a single group: the block after the hit may not hold the last token.
+            max_tokens = max(max_tokens - manager.block_size, 0)
+        blocks, num_tokens = manager.find_longest_hit(block_hashes, max_tokens)
         return Hit((blocks,), num_tokens)

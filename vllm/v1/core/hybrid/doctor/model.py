@@ -122,13 +122,18 @@ def examine_model(engine_args: EngineArgs) -> ModelReport:
         groups = _group_layers(vllm_config)
     kv_cache_config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
     kv_cache_config = generate_scheduler_kv_cache_config([kv_cache_config])
-    attention_types = get_attention_types(kv_cache_config)
-    reason = find_reason_for_base(_engine_facts(vllm_config, kv_cache_config))
+    facts = _engine_facts(vllm_config, kv_cache_config)
+    attention_types = get_attention_types(kv_cache_config, facts.use_eagle)
+    reason = find_reason_for_base(facts)
+    arrangement = describe(attention_types)
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.uses_draft_kv_cache():
+        arrangement += "; and the layers of the drafter, which is not built here"
     return ModelReport(
         architecture=vllm_config.model_config.architecture,
         managers=_managers(kv_cache_config, attention_types, one_a_group=reason is not None),
         reason_for_base=reason,
-        arrangement=describe(attention_types),
+        arrangement=arrangement,
     )
 
 
@@ -167,10 +172,13 @@ def _engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> En
         vllm_config.cache_config.block_size = min(spec.block_size for spec in cacheable)
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     events = vllm_config.kv_events_config
+    speculation = vllm_config.speculative_config
     return EngineFacts(
         kv_cache_config=kv_cache_config,
         hash_block_size=hash_block_size,
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
+        use_eagle=speculation is not None and speculation.use_eagle_block_drop(),
+        num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
         vllm_config=vllm_config,
     )
 

@@ -34,6 +34,9 @@ class SingleTypeKVCacheManager(ABC):
     releases: ClassVar[bool] = False
     #: Whether the slots are for the tokens of an encoder, and not for the request's own.
     holds_encoder: ClassVar[bool] = False
+    #: Tokens before the window that are kept, since a drafter may start again before the
+    #: processed tokens end.
+    num_reread_tokens: int = 0
     #: For base's callers: hits are never kept longer than what was asked for.
     retains_longer_hit: ClassVar[bool] = False
 
@@ -49,8 +52,17 @@ class SingleTypeKVCacheManager(ABC):
         self.kv_cache_spec = attention_type.spec
         self.block_size: int = attention_type.spec.block_size
         self.num_groups = attention_type.num_groups
+        #: Blocks after a hit that must be cached too, and are computed anew: what the drafter
+        #: keeps of the hit's last token depends on the token after it.
+        self.num_peeked = int(attention_type.is_eagle)
+        #: Computed tokens at the end whose KV is not final yet. As in base, that of the target
+        #: model always is, unless the drafter shares its only group.
+        self.num_not_final = 0
+        if attention_type.is_eagle or sum(t.num_groups for t in block_pool.attention_types) == 1:
+            self.num_not_final = settings.num_reprefillable_tokens
         #: Hits are multiples of so many blocks, to end where those of all types can.
         self.blocks_per_hit = settings.scheduler_block_size // self.block_size
+        self.hit_alignment = settings.scheduler_block_size
         self.block_pool = block_pool
         self.event_log = block_pool.event_log
         self.settings = settings
@@ -84,7 +96,8 @@ class SingleTypeKVCacheManager(ABC):
 
         ``block_hashes[i]`` is chained over the first ``(i + 1) * hash_block_size`` tokens.
         Returns the prefix's blocks, with the null block where none is needed, and its
-        length in tokens, a multiple of the scheduler block size.
+        length in tokens, a multiple of the scheduler block size. The `num_peeked` blocks after
+        it, which may hold tokens beyond ``max_tokens``, are cached too.
         """
 
     def cacheable_blocks(
@@ -98,8 +111,8 @@ class SingleTypeKVCacheManager(ABC):
         """
         raise NotImplementedError
 
-    def caches_beyond(self, num_tokens: int, boundaries: Sequence[int]) -> bool:
-        """Whether any block after the first ``num_tokens`` can serve a hit.
+    def caches_beyond(self, end: int, boundaries: Sequence[int]) -> bool:
+        """Whether any block from index ``end`` on can serve a hit.
 
         Asked only without `caches_all`.
         """
@@ -119,7 +132,8 @@ class SingleTypeKVCacheManager(ABC):
         The count must leave out tokens of steps in flight: those still read below it.
         Returns the number of processed tokens at which the next block can be released.
         """
-        num_skipped = self.num_skipped_tokens(num_processed_tokens) // self.block_size
+        num_unread = self.num_skipped_tokens(num_processed_tokens - self.num_reread_tokens)
+        num_skipped = num_unread // self.block_size
         return self.next_release(table.release_before(num_skipped))
 
     def cache_blocks(
@@ -129,7 +143,7 @@ class SingleTypeKVCacheManager(ABC):
 
         Returns whether blocks after them can come to be cached, too.
         """
-        begin, end = table.num_cached, num_tokens // self.block_size
+        begin, end = table.num_cached, self.num_cacheable_blocks(num_tokens)
         if begin < end:
             runs: Sequence[tuple[int, int]] = ((begin, end),)
             if not self.caches_all:
@@ -142,11 +156,25 @@ class SingleTypeKVCacheManager(ABC):
                 stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
                 self.report_stored(request, range(begin, end), stored)
         # As base, the event log reports spans of tokens of which nothing is stored, too.
-        return (
-            self.caches_all
-            or self.event_log is not None
-            or self.caches_beyond(num_tokens, boundaries)
-        )
+        return self.caches_all or self.event_log is not None or self.caches_beyond(end, boundaries)
+
+    def num_cacheable_blocks(self, num_tokens: int) -> int:
+        """Blocks of the first ``num_tokens`` that a hit can need: those before the last
+        position where it can end, and those that it peeks at after that.
+        """
+        num_full = max(num_tokens - self.num_not_final, 0) // self.block_size
+        num_blocks = num_full // self.blocks_per_hit * self.blocks_per_hit
+        if self.num_peeked and num_full > num_blocks and num_tokens >= self.hit_alignment:
+            num_blocks += 1
+        return num_blocks
+
+    def next_cacheable(self, num_blocks: int) -> int:
+        """The number of tokens at which more than ``num_blocks`` become cacheable."""
+        per_hit = self.blocks_per_hit
+        if self.num_peeked and num_blocks % per_hit == 0:
+            num_tokens = (num_blocks + 1) * self.block_size + self.num_not_final
+            return max(num_tokens, self.hit_alignment)
+        return (num_blocks // per_hit + 1) * self.hit_alignment + self.num_not_final
 
     def report_stored(self, request: Request, span: range, stored: Sequence[int]) -> None:
         """Tell the event log, which must be on, that blocks of a request are cached."""

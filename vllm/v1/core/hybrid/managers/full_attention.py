@@ -18,7 +18,12 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[BlockList, int]:
         """All blocks of the prefix must be cached, up to the first miss."""
-        hits = self.block_pool.find_prefix(
-            self.type_id, block_hashes, max_tokens // self.block_size, self.blocks_per_hit
-        )
-        return hits, len(hits) * self.block_size
+        num_blocks = max_tokens // self.block_size
+        if not self.num_peeked:
+            hits = self.block_pool.find_prefix(
+                self.type_id, block_hashes, num_blocks, self.blocks_per_hit
+            )
+            return hits, len(hits) * self.block_size
+        found = self.block_pool.find_prefix(self.type_id, block_hashes, num_blocks + 1)
+        num_blocks = max(len(found) - 1, 0) // self.blocks_per_hit * self.blocks_per_hit
+        return found.truncated(num_blocks), num_blocks * self.block_size

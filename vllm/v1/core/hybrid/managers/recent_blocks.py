@@ -33,6 +33,8 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         self.num_tokens_before = num_tokens_before
         #: Blocks before a boundary that a request which resumes there reads.
         self.num_blocks_before = cdiv(num_tokens_before, self.block_size)
+        #: And those with the ones after the boundary that have to match.
+        self.num_blocks_around = self.num_blocks_before + self.num_peeked
         interval = settings.retention_interval
         #: Whether the ``boundaries`` of a request are kept; dense retention has them anyway.
         self.keeps_boundaries = interval is not None
@@ -42,7 +44,7 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         )
         self.caches_all = (
             self.retention_interval is not None
-            and self.retention_interval <= self.num_blocks_before
+            and self.retention_interval <= self.num_blocks_around
         )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -50,24 +52,33 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         return num_skipped if num_skipped > 0 else 0
 
     def next_release(self, num_released: int) -> int:
-        return (num_released + 1) * self.block_size + self.num_tokens_before
+        num_tokens_kept = self.num_tokens_before + self.num_reread_tokens
+        return (num_released + 1) * self.block_size + num_tokens_kept
 
     def find_longest_hit(
         self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[BlockList, int]:
         """The last blocks before the boundary must be cached, as many as are read there.
 
-        |  null  ...  null  |  cached  ...  cached  |  boundary
+        |  null  ...  null  |  cached  ...  cached  |  boundary  |  cached, with EAGLE  |
         """
-        hits = self.block_pool.find_last_run(
-            self.type_id,
-            block_hashes,
-            max_tokens // self.block_size,
-            # As in base, a window of one token also asks for one cached block.
-            length=max(self.num_blocks_before, 1),
-            alignment=self.blocks_per_hit,
-        )
-        return hits, len(hits) * self.block_size
+        # As in base, a window of one token also asks for one cached block.
+        length, per_hit = max(self.num_blocks_around, 1), self.blocks_per_hit
+        num_blocks = max_tokens // self.block_size
+        if not self.num_peeked:
+            hits = self.block_pool.find_last_run(
+                self.type_id, block_hashes, num_blocks, length, per_hit
+            )
+            return hits, len(hits) * self.block_size
+        num_blocks = num_blocks // per_hit * per_hit
+        while True:
+            # The run ends one block after the boundary, so the search cannot align it.
+            run = self.block_pool.find_last_run(
+                self.type_id, block_hashes, num_blocks + 1, length, alignment=1
+            )
+            num_blocks = max(len(run) - 1, 0) // per_hit * per_hit
+            if len(run) <= num_blocks + 1:
+                return run.truncated(num_blocks), num_blocks * self.block_size
 
     def cacheable_blocks(
         self, begin: int, end: int, boundaries: Sequence[int]
@@ -78,17 +89,19 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         the ``boundaries``; 0 the ``boundaries`` only.
         """
         interval = self.retention_interval
-        if interval is None and begin * self.block_size >= max(boundaries):
+        if interval is None and not self.caches_beyond(begin, boundaries):
             return ()  # as for all output tokens
-        ends = [b // self.block_size for b in boundaries] if self.keeps_boundaries else []
+        # Runs end where hits can, or after the block that those peek at.
+        num_blocks, peeked = self.num_blocks_around, self.num_peeked
+        ends = [b // self.block_size + peeked for b in boundaries] if self.keeps_boundaries else []
         if interval is not None:
-            first = (begin // interval + 1) * interval
-            ends.extend(range(first, end + self.num_blocks_before, interval))
+            first = max((begin - peeked) // interval + 1, 1) * interval + peeked
+            ends.extend(range(first, end + num_blocks, interval))
         ends.sort()
         runs: list[tuple[int, int]] = []
         for run_end in ends:
             # Runs before ends that are close to each other overlap; no block is named twice.
-            run_begin = run_end - self.num_blocks_before
+            run_begin = run_end - num_blocks
             if run_begin > begin:
                 begin = run_begin
             if run_end > end:
@@ -98,5 +111,8 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
                 begin = run_end
         return runs
 
-    def caches_beyond(self, num_tokens: int, boundaries: Sequence[int]) -> bool:
-        return self.retention_interval is not None or num_tokens < max(boundaries)
+    def caches_beyond(self, end: int, boundaries: Sequence[int]) -> bool:
+        return (
+            self.retention_interval is not None
+            or end < max(boundaries) // self.block_size + self.num_peeked
+        )

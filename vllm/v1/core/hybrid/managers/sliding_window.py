@@ -22,3 +22,4 @@ class SlidingWindowManager(RecentBlocksManager):
         assert isinstance(spec, SlidingWindowSpec)
         # The query at position p reads the keys p - window + 1 .. p.
         super().__init__(type_id, attention_type, block_pool, settings, spec.sliding_window - 1)
+        self.num_reread_tokens = spec.extra_retained_tokens
