@@ -114,11 +114,13 @@ def run_program(
     reference: Any = BaseKVCacheManager,
     *,
     exact: bool = False,
+    compare: bool = True,
 ) -> Totals:
     """Apply the program's operations to both managers.
 
     Until a cached block has been evicted they must show the same after every operation;
-    with ``exact`` also from then on. Safety is checked for both at all times.
+    with ``exact`` also from then on, without ``compare`` never. Safety is checked for both
+    at all times.
 
     Raises:
         Difference: with the operation, the first difference, and what led there.
@@ -128,7 +130,7 @@ def run_program(
     evicted = [count_evictions(driver.manager) for driver in drivers]
     totals = Totals(programs=1)
     history: list[str] = []
-    comparing = True
+    comparing = compare
 
     def both(op: Op, perform: Callable[[ManagerDriver], Observation]) -> None:
         nonlocal comparing

@@ -69,7 +69,7 @@ class ManagerDriver(ManagerModel):
             num_tokens,
             num_new_computed_tokens=hit,
             new_computed_blocks=blocks,
-            num_lookahead_tokens=0,
+            num_lookahead_tokens=self.setup.num_lookahead,
             num_external_computed_tokens=0,
             delay_cache_blocks=False,
             num_encoder_tokens=live.plan.encoder if looked_up else 0,
@@ -121,26 +121,18 @@ class ManagerDriver(ManagerModel):
             return {"skipped": "run"}
         return self.run(ready[pick % len(ready)], chunk)
 
-    def num_runnable(self, live: LiveRequest) -> int:
-        """Tokens of a running request that can be scheduled now."""
-        request = live.request
-        if len(live.steps) >= self.max_steps:
-            return 0
-        num_tokens = (
-            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        )
-        return min(num_tokens, self.setup.max_model_len - request.num_computed_tokens - 1)
-
     def run(self, live: LiveRequest, chunk: int) -> Observation:
         num_tokens = min(self.num_runnable(live), max(1, min(chunk, self.setup.max_chunk)))
         num_tokens = self.end_at_states(live, live.request.num_computed_tokens, num_tokens)
+        num_drafts = self.num_drafts(live) if num_tokens == 1 else 0
+        num_tokens += num_drafts
         seen: Observation = {"request": live.request_id, "preempted": []}
         while True:
             new_blocks = self.manager.allocate_slots(
-                live.request, num_tokens, num_lookahead_tokens=0
+                live.request, num_tokens, num_lookahead_tokens=self.setup.num_lookahead
             )
             if new_blocks is not None:
-                return seen | self.advance(live, num_tokens, new_blocks)
+                return seen | self.advance(live, num_tokens, new_blocks, num_drafts)
             self.check_zeroing([])
             victim = self.running[-1]
             self.preempt(victim)
@@ -163,10 +155,14 @@ class ManagerDriver(ManagerModel):
         if not step.samples or step.dropped:
             return seen
         was_running = request.status == RequestStatus.RUNNING
-        request.append_output_token_ids(live.next_token())
+        num_sampled = 1 + step.num_drafts - step.num_rejected
+        for _ in range(num_sampled):
+            request.append_output_token_ids(live.next_token())
+        if not step.stale:
+            request.num_computed_tokens -= step.num_rejected
         if self.max_steps > 1:
             if not step.stale:
-                request.num_output_placeholders -= 1
+                request.num_output_placeholders -= num_sampled + step.num_rejected
             if was_running:
                 self.manager.cache_blocks(
                     request, request.num_computed_tokens - request.num_output_placeholders
@@ -303,8 +299,9 @@ class ManagerDriver(ManagerModel):
         a step scheduled after that output could have cached the token that is dropped.
         """
         ready = [live for live in self.running if not live.request.is_prefill_chunk]
-        # A state cannot go back to before a token that is dropped.
-        if not ready or self.setup.holds_states:
+        # A state cannot go back to before a token that is dropped, and how drafts in flight end
+        # with a turn is not modelled.
+        if not ready or self.setup.holds_states or self.setup.num_drafts:
             return {"skipped": "session"}
         live = ready[pick % len(ready)]
         request, path = live.request, self.plans[plan % len(self.plans)].path

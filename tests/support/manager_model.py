@@ -5,6 +5,7 @@ It knows, independent of the manager, what memory holds, which blocks the reques
 which of them steps in flight still read.
 """
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ class ManagerModel:
         self.num_hits = 0
         self.num_junctions = 0
         self.num_preemptions = 0
+        self.num_accepted = 0
+        self.num_rejected = 0
         self.max_steps = setup.max_steps
 
     @property
@@ -132,30 +135,76 @@ class ManagerModel:
         self.content.check_hit(blocks.get_block_ids(), live.identities(hit), hit)
         return blocks, hit, boundary
 
-    def advance(self, live: LiveRequest, num_tokens: int, new_blocks: Any) -> Observation:
-        """A step with ``num_tokens`` of the request is on its way; play its writes and reads."""
+    def num_runnable(self, live: LiveRequest) -> int:
+        """Tokens of a running request that can be scheduled now."""
         request = live.request
-        start = request.num_computed_tokens
+        if len(live.steps) >= self.max_steps:
+            return 0
+        num_tokens = (
+            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        )
+        return min(num_tokens, self.setup.max_model_len - request.num_computed_tokens - 1)
+
+    def num_drafts(self, live: LiveRequest) -> int:
+        """Draft tokens to verify beside the next token of a request: none before its first."""
+        request = live.request
+        num_known = request.num_tokens + request.num_output_placeholders
+        if num_known == request.num_prompt_tokens or request.num_computed_tokens != num_known - 1:
+            return 0
+        return min(self.setup.num_drafts, self.setup.max_model_len - 1 - num_known)
+
+    def advance(
+        self, live: LiveRequest, num_tokens: int, new_blocks: Any, num_drafts: int = 0
+    ) -> Observation:
+        """A step with ``num_tokens`` of the request is on its way; play its writes and reads.
+
+        The last ``num_drafts`` of them are drafts, of which some are wrong.
+        """
+        request = live.request
+        # The scheduler counts on drafts in flight; the step starts where they turn out wrong.
+        start = request.num_computed_tokens - sum(
+            step.num_rejected for step in live.steps if not step.stale
+        )
         end = start + num_tokens
+        num_rejected = random.Random(start).randint(0, num_drafts)
         tables = self.tables(live)
         new_ids = new_blocks.get_block_ids()
         for group, (table, ids) in enumerate(zip(tables, new_ids, strict=True)):
             if ids and table[-len(ids) :] != ids:
                 raise Unsafe(f"{live.request_id} group {group}: {ids} is not the end of {table}")
         self.check_zeroing(new_ids)
-        step = live.identities(end), start, end, live.encoder_identities()
-        self.content.check_states(tables, step[0], start)
+        self.check_slots(live, tables, request.num_computed_tokens + num_tokens)
+        identities = live.identities(end)
+        if num_rejected:
+            self.num_rejected += num_rejected
+            identities[end - num_rejected :] = [-live.request.num_tokens] * num_rejected
+        self.num_accepted += num_drafts - num_rejected
+        step = identities, start, end, live.encoder_identities()
+        self.content.check_states(tables, identities, start)
         self.content.write(tables, *step)
         self.content.check_step(tables, *step)
-        request.num_computed_tokens = end
+        request.num_computed_tokens += num_tokens
         request.num_in_flight_tokens += num_tokens
-        samples = end >= request.num_tokens + request.num_output_placeholders
+        samples = (
+            request.num_computed_tokens >= request.num_tokens + request.num_output_placeholders
+        )
         request.is_prefill_chunk = not samples
         # Base's synchronous scheduler keeps no placeholders: it waits for each output.
         if samples and self.max_steps > 1:
-            request.num_output_placeholders += 1
-        live.steps.append(Step(start, num_tokens, samples))
+            request.num_output_placeholders += 1 + num_drafts
+        live.steps.append(
+            Step(start, num_tokens, samples, num_drafts=num_drafts, num_rejected=num_rejected)
+        )
         return {"scheduled": num_tokens, "new_blocks": [len(ids) for ids in new_ids]}
+
+    def check_slots(self, live: LiveRequest, tables: Tables, end: int) -> None:
+        """There are slots for the step's tokens and for what the drafter looks ahead."""
+        end = min(end + self.setup.num_lookahead, self.setup.max_model_len)
+        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
+            if not kind.of_encoder and len(table) * kind.block_size < end:
+                raise Unsafe(
+                    f"{live.request_id} group {group}: {len(table)} blocks for {end} tokens"
+                )
 
     def check_zeroing(self, new_ids: Sequence[list[int]]) -> None:
         """The blocks to zero are exactly the new ones, where base zeroes at all."""

@@ -197,11 +197,16 @@ class LiveRequest:
 
 @dataclass
 class Step:
-    """Tokens of one request in flight: positions ``start`` to ``start + num_tokens``."""
+    """Tokens of one request in flight: positions ``start`` to ``start + num_tokens``.
+
+    The last ``num_drafts`` of them are drafts, and the last ``num_rejected`` of those are wrong.
+    """
 
     start: int
     num_tokens: int
     samples: bool
+    num_drafts: int = 0
+    num_rejected: int = 0
     stale: bool = False
     dropped: bool = False
 
