@@ -94,7 +94,7 @@ class Attention:
             for tables, captured in zip(self.types, step.tables, strict=True):
                 size = tables.block_size
                 ends = step.ends_in(tables)
-                first = tables.rule.first_column(step.starts, ends, size)
+                first = self._first_columns(step, tables)
                 columns = np.arange(captured.shape[2])
                 read = columns >= first[:, None]
                 read &= columns * size < ends[:, None]
@@ -109,16 +109,21 @@ class Attention:
                     )
         self._handed_out[handed_out] = False
 
+    def _first_columns(self, step: Step, tables: TypeTables) -> np.ndarray:
+        """The lowest columns of the block tables that a step uses, its drafting included."""
+        starts = step.starts
+        if tables.num_reread:
+            admitted = np.array([state.admitted_at for state in step.requests])
+            starts = np.maximum(starts - tables.num_reread, admitted)
+        return tables.rule.first_column(starts, step.ends_in(tables), tables.block_size)
+
     def check_held(self, step: Step, get_block_ids: Callable[[str], Sequence[list[int]]]) -> None:
         """The manager must hold every block that a step reads, at the same place.
 
         A block released too early is found at once, not only when someone overwrites it.
         """
-        all_ends = [step.ends_in(t) for t in self.types]
-        firsts = [
-            t.rule.first_column(step.starts, ends, t.block_size)
-            for t, ends in zip(self.types, all_ends, strict=True)
-        ]
+        all_ends = [step.ends_in(tables) for tables in self.types]
+        firsts = [self._first_columns(step, tables) for tables in self.types]
         for i, state in enumerate(step.requests):
             if state.req_id in step.abandoned:
                 continue

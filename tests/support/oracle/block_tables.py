@@ -30,6 +30,8 @@ class TypeTables:
     ) -> None:
         self.group_ids = group_ids
         self.rule = rule
+        #: Tokens before a step's own that draft layers compute again.
+        self.num_reread = 0
         self.block_size = block_size
         one_block = isinstance(rule, StateRule) and rule.one_block
         #: Whether positions are those of an encoder's tokens.

@@ -17,6 +17,7 @@ class DeviceMemory:
     group that wrote it, or 0. Groups and requests that write have a tag. The first write
     under a new tag empties the whole block: the groups' pages overlay each other, with
     other layouts, so a block that changes hands holds nothing of its former owner.
+    Draft layers have slots of their own in the blocks of their groups.
 
     Args:
         num_blocks: Physical blocks, the null block 0 included.
@@ -26,12 +27,19 @@ class DeviceMemory:
     def __init__(self, num_blocks: int, max_block_size: int) -> None:
         self.num_blocks = num_blocks
         self.slots = np.zeros((num_blocks, max_block_size), dtype=np.uint64)
+        #: What the KV of draft layers depends on, and the prefix that ends at its position.
+        self.draft_slots = np.zeros((2, *self.slots.shape), dtype=np.uint64)
         self.owner = np.full(num_blocks, _NOBODY, dtype=np.int64)
 
     def write(
-        self, blocks: np.ndarray, offsets: np.ndarray, contents: np.ndarray, tags: np.ndarray
+        self,
+        blocks: np.ndarray,
+        offsets: np.ndarray,
+        contents: np.ndarray,
+        tags: np.ndarray,
+        draft: int | None = None,
     ) -> None:
-        """Write slots; all arguments broadcast to the shape of ``blocks``.
+        """Write slots, or one of `draft_slots`; all arguments broadcast to ``blocks``.
 
         Raises:
             WriteFault: for a write to the null block, or if two tags write to one block.
@@ -41,13 +49,15 @@ class DeviceMemory:
         taken = self.owner[blocks] != tags
         if taken.any():
             self.slots[blocks[taken]] = 0
+            self.draft_slots[:, blocks[taken]] = 0
             self.owner[blocks] = tags
             shared = self.owner[blocks] != tags
             if shared.any():
                 raise WriteFault(
                     f"two owners write to block {int(blocks[shared][0])} in the same step"
                 )
-        self.slots[blocks, offsets] = contents
+        slots = self.slots if draft is None else self.draft_slots[draft]
+        slots[blocks, offsets] = contents
 
     def read(self, blocks: np.ndarray, block_size: int) -> np.ndarray:
         """Slots of blocks, ``[*blocks.shape, block_size]``."""
@@ -73,4 +83,5 @@ class DeviceMemory:
         """Empty some blocks, or all."""
         where = slice(None) if blocks is None else blocks
         self.slots[where] = 0
+        self.draft_slots[:, where] = 0
         self.owner[where] = _NOBODY

@@ -115,7 +115,7 @@ class OracleEngine:
                 log_stats=settings.log_stats,
             )
         self.scheduler.use_v2_model_runner = settings.model_runner_v2
-        self.scheduler.num_lookahead_tokens = settings.num_lookahead_tokens
+        self.scheduler.num_lookahead_tokens = settings.num_slots_ahead
         # The config's model is a text model; images need a place to be encoded.
         cache_cls = EncoderDecoderCacheManager if is_encoder_decoder else EncoderCacheManager
         self.scheduler.encoder_cache_manager = cache_cls(_ENCODER_CACHE_SIZE)
@@ -129,8 +129,9 @@ class OracleEngine:
             vocab_size=settings.vocab_size,
             max_steps_in_flight=settings.steps_in_flight,
             num_spec_tokens=settings.num_spec_tokens,
-            num_lookahead_tokens=settings.num_lookahead_tokens,
+            num_lookahead_tokens=settings.num_slots_ahead,
             model_runner_v2=settings.model_runner_v2,
+            draft_depth=settings.draft_depth,
         )
         self.submissions: dict[str, Submission] = {}
         self.num_schedules = 0
@@ -339,6 +340,11 @@ class OracleEngine:
     def encoder_reads_checked(self) -> int:
         """Of `reads_checked`, those of an encoder's states."""
         return self.worker.attention.encoder_reads_checked
+
+    @property
+    def draft_reads_checked(self) -> int:
+        """KV slots of draft layers read and compared so far."""
+        return self.worker.drafter.reads_checked if self.worker.drafter is not None else 0
 
     @property
     def tokens_from_cache(self) -> int:

@@ -7,6 +7,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
@@ -49,12 +50,25 @@ class OracleSettings(ShortRepr):
     reserve_full_sequence: bool = True
     num_spec_tokens: int = 0
     num_lookahead_tokens: int = 0
+    #: ``"ngram"`` needs no KV; ``"draft_model"``, ``"eagle"`` and ``"mtp"`` (one module for each
+    #: draft token) have layers in the groups that the model marks.
+    drafter: str = "ngram"
     model_runner_v2: bool = False
     #: Tokens are sampled from ``range(vocab_size)``.
     vocab_size: int = 32000
     #: Whether a step runs as soon as it is scheduled, or only when its output is due.
     run_early: bool = False
     log_stats: bool = False
+
+    @property
+    def num_slots_ahead(self) -> int:
+        """Slots that must exist beyond a step's tokens."""
+        return self.num_lookahead_tokens if self.drafter == "ngram" else self.num_spec_tokens
+
+    @property
+    def draft_depth(self) -> int:
+        """Tokens after a position that its KV in draft layers depends on."""
+        return {"eagle": 1, "mtp": self.num_spec_tokens}.get(self.drafter, 0)
 
     @property
     def max_in_flight_tokens(self) -> int:
@@ -115,7 +129,15 @@ def make_vllm_config(
             target_model_config=config.model_config,
             target_parallel_config=config.parallel_config,
         )
+        _set_drafter(config.speculative_config, settings)
     return config
+
+
+def _set_drafter(config: SpeculativeConfig, settings: OracleSettings) -> None:
+    """Turn an n-gram drafter into another, without the model that base would load."""
+    config.method = settings.drafter  # type: ignore[assignment]
+    modules = SimpleNamespace(num_nextn_predict_layers=settings.draft_depth)
+    config.draft_model_config = SimpleNamespace(hf_config=modules)  # type: ignore[assignment]
 
 
 def set_mamba_options(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

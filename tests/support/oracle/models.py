@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from .drafter import DRAFT_LAYER
 from .short_repr import ShortRepr
 
 #: Tokens of the longest input to an encoder.
@@ -38,6 +39,8 @@ class Full(ShortRepr):
     num_groups: int = 1
     #: A model with both precisions has new blocks zeroed.
     half_precision: bool = False
+    #: Whether the groups have layers of a drafter, too.
+    draft: bool = False
 
     def spec(self) -> KVCacheSpec:
         return FullAttentionSpec(block_size=self.block_size, **_heads(self.half_precision))
@@ -55,10 +58,17 @@ class Sliding(ShortRepr):
     num_groups: int = 1
     #: A model with both precisions has new blocks zeroed.
     half_precision: bool = False
+    #: Whether the groups have layers of a drafter, too.
+    draft: bool = False
+    #: Tokens kept before the window, for a drafter that computes the last ones again.
+    retained: int = 0
 
     def spec(self) -> SlidingWindowSpec:
         return SlidingWindowSpec(
-            block_size=self.block_size, sliding_window=self.window, **_heads(self.half_precision)
+            block_size=self.block_size,
+            sliding_window=self.window,
+            extra_retained_tokens=self.retained,
+            **_heads(self.half_precision),
         )
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -152,6 +162,7 @@ def make_kv_cache_config(
     num_blocks: int,
     retention_interval: int | None = None,
     shuffle_groups: int | None = None,
+    flag_drafts: bool = False,
 ) -> KVCacheConfig:
     """The KV cache config of a model with these attention types.
 
@@ -160,16 +171,26 @@ def make_kv_cache_config(
         num_blocks: Physical blocks, the null block included.
         retention_interval: Which sparse types' blocks stay cached; see base's option.
         shuffle_groups: A seed to mix the groups of all types; None keeps them together.
+        flag_drafts: Whether the config says which groups have draft layers, as base's does
+            where it can tell.
     """
-    specs = [kind.spec() for kind in kinds for _ in range(kind.num_groups)]
+    groups = [
+        (kind.spec(), getattr(kind, "draft", False))
+        for kind in kinds
+        for _ in range(kind.num_groups)
+    ]
     if shuffle_groups is not None:
-        random.Random(shuffle_groups).shuffle(specs)
+        random.Random(shuffle_groups).shuffle(groups)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[
-            KVCacheGroupSpec(layer_names=[f"layer.{i}"], kv_cache_spec=spec)
-            for i, spec in enumerate(specs)
+            KVCacheGroupSpec(
+                layer_names=[f"layer.{i}"] + [f"{DRAFT_LAYER}{i}"] * draft,
+                kv_cache_spec=spec,
+                is_eagle_group=flag_drafts and draft,
+            )
+            for i, (spec, draft) in enumerate(groups)
         ],
         prefix_cache_retention_interval=retention_interval,
     )

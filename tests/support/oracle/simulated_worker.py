@@ -16,6 +16,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from .attention import Attention
 from .block_tables import BlockTables
+from .drafter import Drafter, draft_group_ids
 from .faults import ProtocolFault
 from .identity import PrefixIdentity
 from .models import MAX_ENCODER_LENGTH
@@ -38,6 +39,7 @@ class SimulatedWorker:
         num_spec_tokens: Draft tokens proposed per request and step.
         num_lookahead_tokens: Slots that must exist beyond a step's tokens.
         model_runner_v2: Follow the second model runner: resumed requests arrive as new.
+        draft_depth: Tokens after a position that its KV in draft layers depends on.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SimulatedWorker:
         num_spec_tokens: int = 0,
         num_lookahead_tokens: int = 0,
         model_runner_v2: bool = False,
+        draft_depth: int = 0,
     ) -> None:
         self.num_spec_tokens = num_spec_tokens
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -65,6 +68,17 @@ class SimulatedWorker:
         self.attention = Attention(
             self.tables, self.sequences, self.encoder_states, kv_cache_config.num_blocks
         )
+        self.drafter: Drafter | None = None
+        if draft_group_ids(kv_cache_config):
+            self.drafter = Drafter(
+                kv_cache_config,
+                self.tables,
+                self.sequences,
+                self.attention.memory,
+                depth=draft_depth,
+                num_guesses=num_lookahead_tokens,
+                max_model_len=max_model_len,
+            )
         self.num_steps = 0
         self.tokens_from_cache = 0
         self.num_drafts_accepted = 0
@@ -180,7 +194,9 @@ class SimulatedWorker:
     ) -> list[np.ndarray]:
         """Start or restart a request; returns its blocks that are not prefix hits."""
         self._drop(req_id, retired)
-        state = RequestState(req_id, self._free_rows.pop(), len(self.attention.names), block_ids)
+        state = RequestState(
+            req_id, self._free_rows.pop(), len(self.attention.names), block_ids, num_computed
+        )
         self.attention.names.append(req_id)
         self._states[req_id] = state
         self.sequences.start(state.row, tokens, self._identities[req_id])
@@ -265,6 +281,8 @@ class SimulatedWorker:
                 self._check_positions(step, 0)
                 self.attention.forward(step)
                 sampled = self._sample(step)
+            if self.drafter is not None:
+                self.drafter.run(step)
         req_ids = [state.req_id for state in step.requests]
         self._free_rows += step.retired_rows
         return ModelRunnerOutput(

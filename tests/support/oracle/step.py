@@ -23,6 +23,8 @@ class RequestState:
     #: The lists that the scheduler sent, extended in place like the V1 runner's, so that
     #: a manager that keeps using a list it has handed out is found.
     block_ids: Sequence[list[int]]
+    #: Where it began to compute: the length of its prefix hit.
+    admitted_at: int = 0
     #: Tokens of its input to an encoder.
     encoder_length: int = 0
     last_step: int = -1

@@ -83,6 +83,7 @@ class Case(ShortRepr):
     extra_blocks: int = 0
     retention_interval: int | None = None
     shuffle_groups: int | None = None
+    flag_drafts: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -93,7 +94,11 @@ class Case(ShortRepr):
 
 def make_engine(manager_cls: Any, case: Case, check_integrity: bool = True) -> OracleEngine:
     config = make_kv_cache_config(
-        case.kinds, case.num_blocks, case.retention_interval, case.shuffle_groups
+        case.kinds,
+        case.num_blocks,
+        case.retention_interval,
+        case.shuffle_groups,
+        case.flag_drafts,
     )
     return OracleEngine(manager_cls, config, case.settings, check_integrity)
 

@@ -322,13 +322,10 @@ def test_an_id_is_used_again_after_an_abort(manager_cls: Any) -> None:
     assert len(engine.submissions["again"].outputs) == 30
 
 
-# Features that the fork leaves to base: the oracle knows them already.
-
-
 @pytest.mark.parametrize("num_lookahead_tokens", [0, 3])
 @pytest.mark.parametrize("name", [n for n in PIPELINES if n != "pipeline parallel"])
 def test_speculative_decoding(manager_cls: Any, name: str, num_lookahead_tokens: int) -> None:
-    """The factory leaves it to base still; the manager itself must not cache drafts."""
+    """Drafts from nothing but tokens; `test_oracle_speculation` has drafters with layers."""
     pipeline = PIPELINES[name]
     engine = make_engine(
         manager_cls,
