@@ -230,6 +230,7 @@ COUNTERS = (
     "num_preemptions",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "spec_decode_num_accepted_tokens",
     "spec_decode_num_draft_tokens",
 )
 

@@ -16,9 +16,8 @@ from support.engine import (
     assert_all_released,
     assert_base_ran,
     assert_same_outputs,
-    engine_pair,
 )
-from support.engine_prompts import prompts, random_tokens
+from support.engine_prompts import prompts
 
 ROUNDS = [Round(prompts([60, 200, 310], seed=1), max_tokens=24)] * 2
 
@@ -107,30 +106,6 @@ def test_embedding_model_without_kv_cache(engines: EnginePair) -> None:
 
 def dot(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def test_speculative_decoding_falls_back() -> None:
-    """Drafts by n-gram look-up, of a repetitive prompt among others.
-
-    In processes of its own: after it, base cannot start another engine in the same one
-    (its search for kernels trips over a module that came with Numba).
-    """
-    phrase = random_tokens(12, seed=5)
-    rounds = [Round([phrase * 8, random_tokens(150, seed=6)], max_tokens=40)]
-    speculation = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
-    with engine_pair() as engines:
-        base, fork = engines.run_unverified(
-            checkpoints.tiny_llama(), rounds, speculative_config=speculation
-        )
-
-    assert_falls_back(base, fork, "speculative decoding")
-    assert_same_outputs(base, fork)
-    assert fork.total("spec_decode_num_draft_tokens") > 0
 
 
 def test_kv_connector_falls_back() -> None:
