@@ -24,6 +24,7 @@ class Mutant:
 
 MANAGER = "kv_cache_manager.py"
 POOL = "block_pool.py"
+TYPES = "attention_type.py"
 BASE = "managers/base.py"
 CHUNKS = "managers/chunked_local.py"
 FULL = "managers/full_attention.py"
@@ -106,8 +107,8 @@ MUTANTS = (
     Mutant(
         "hits end inside another type's block",
         RECENT,
-        "alignment=self.blocks_per_hit,",
-        "alignment=1,",
+        "num_blocks, length, per_hit",
+        "num_blocks, length, 1",
     ),
     Mutant(
         "junctions of shared prefixes are not kept",
@@ -124,8 +125,8 @@ MUTANTS = (
     Mutant(
         "full attention hits end at any block",
         FULL,
-        "max_tokens // self.block_size, self.blocks_per_hit",
-        "max_tokens // self.block_size, 1",
+        "num_blocks, self.blocks_per_hit",
+        "num_blocks, 1",
     ),
     Mutant(
         "types are not asked again after one shortened the hit",
@@ -275,7 +276,7 @@ MUTANTS = (
     Mutant(
         "a block that is not full is cached",
         BASE,
-        "begin, end = table.num_cached, num_tokens // self.block_size",
+        "begin, end = table.num_cached, self.num_cacheable_blocks(num_tokens)",
         "begin, end = table.num_cached, min(len(table), len(request.block_hashes)"
         " * self.settings.hash_block_size // self.block_size)",
     ),
@@ -300,14 +301,14 @@ MUTANTS = (
     Mutant(
         "a request sleeps past a block that leaves the window",
         RECENT,
-        "return (num_released + 1) * self.block_size + self.num_tokens_before",
-        "return (num_released + 2) * self.block_size + self.num_tokens_before",
+        "return (num_released + 1) * self.block_size",
+        "return (num_released + 2) * self.block_size",
     ),
     Mutant(
         "a request sleeps past a block that can be cached",
         COORDINATOR,
-        "blocks.next_cached = num_tokens + alignment",
-        "blocks.next_cached = num_tokens + 2 * alignment",
+        "next_cached = next_cacheable\n",
+        "next_cached = next_cacheable + self.scheduler_block_size\n",
     ),
     Mutant(
         "the gate is closed for one token too long",
@@ -326,6 +327,60 @@ MUTANTS = (
         MANAGER,
         "        self._next_event.pop(request.request_id, None)\n        self.coordinator.free(",
         "        self.coordinator.free(",
+    ),
+    Mutant(
+        "the last block that matches is not dropped for EAGLE",
+        FULL,
+        "max(len(found) - 1, 0)",
+        "len(found)",
+    ),
+    Mutant(
+        "nor is it in a window",
+        WINDOW,
+        "max(len(run) - 1, 0)",
+        "len(run)",
+    ),
+    Mutant(
+        "a hit of a window gives the block after it for the first one before it",
+        WINDOW,
+        "self.num_blocks_around = self.num_blocks_before + self.num_peeked",
+        "self.num_blocks_around = max(self.num_blocks_before, self.num_peeked)",
+    ),
+    Mutant(
+        "the block that hits peek at is not cached",
+        BASE,
+        "            num_blocks += 1\n",
+        "            num_blocks += 0\n",
+    ),
+    Mutant(
+        "a window does not cache the block that hits peek at",
+        WINDOW,
+        "b // self.block_size + peeked for b",
+        "b // self.block_size for b",
+    ),
+    Mutant(
+        "nobody drops a block where no group is said to be the drafter's",
+        TYPES,
+        "if use_eagle and not flagged else",
+        "if use_eagle and flagged else",
+    ),
+    Mutant(
+        "a draft group is taken for one of the target's",
+        TYPES,
+        "is_eagle=not eagle.isdisjoint(ids)",
+        "is_eagle=eagle.issuperset(range(len(kv_cache_config.kv_cache_groups)))",
+    ),
+    Mutant(
+        "tokens that a drafter computes again are cached",
+        BASE,
+        "num_full = max(num_tokens - self.num_not_final, 0) // self.block_size",
+        "num_full = num_tokens // self.block_size",
+    ),
+    Mutant(
+        "tokens that a drafter reads again leave the window",
+        BASE,
+        "num_processed_tokens - self.num_reread_tokens",
+        "num_processed_tokens",
     ),
     Mutant(
         "all groups of a type get the first group's ids",

@@ -37,15 +37,18 @@ LAYERS = {
         "test_managers.py",
         "test_kv_cache_manager.py",
         "test_cross_attention.py",
+        "test_speculation.py",
     ),
     "differential": (
         "test_differential_cases.py",
         "test_differential_cross_attention.py",
         "test_differential.py",
+        "test_differential_speculation.py",
     ),
     "oracle": (
         "test_oracle.py",
         "test_oracle_cross_attention.py",
+        "test_oracle_speculation.py",
         "test_oracle_shapes.py",
         "test_oracle_random.py",
         "test_oracle_mamba.py",
