@@ -22,6 +22,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 from native_tools import find_tool, missing_tools  # noqa: E402
 
 PACKAGE = "vllm.v1.core.hybrid"
+#: Files beside base's own, in packages that are base's.
+MODULES = [
+    "vllm.model_executor.models.plamo2",
+    "vllm.model_executor.models.plamo2_mamba",
+    "vllm.transformers_utils.configs.plamo2",
+]
 BUILD_COMMANDS = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 
 
@@ -91,7 +97,7 @@ class CleanBuildPy(build_py):
         # setuptools never removes from build/lib: a module that was deleted from the
         # sources since the last build would still be put in the wheel.
         if not self.editable_mode:
-            shutil.rmtree(Path(self.build_lib, *PACKAGE.split(".")), ignore_errors=True)
+            shutil.rmtree(Path(self.build_lib, PACKAGE.split(".")[0]), ignore_errors=True)
         super().run()
 
 
@@ -107,6 +113,7 @@ if BUILD_COMMANDS.intersection(sys.argv) and (missing := missing_tools()):
 
 setup(
     packages=packages(),
+    py_modules=MODULES,
     package_data={PACKAGE: ["*.pyi"]},
     ext_modules=[CMakeExtension(f"{PACKAGE}._core")],
     cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},

@@ -18,6 +18,7 @@ from checkpoint_makers import tiny_models
 from checkpoint_makers.gemma3_270m import ensure_gemma3_270m
 from checkpoint_makers.store import CheckpointError, cache_dir
 from checkpoint_makers.tiny_models import ensure_tiny
+from checkpoint_makers.tiny_plamo2 import TINY_PLAMO2, ensure_tiny_plamo2
 
 __all__ = [
     "CHECKPOINTS",
@@ -31,6 +32,7 @@ __all__ = [
     "tiny_llama",
     "tiny_llama4",
     "tiny_mistral",
+    "tiny_plamo2",
     "tiny_whisper",
 ]
 
@@ -80,6 +82,11 @@ def tiny_whisper(force: bool = False) -> Path:
     return ensure_tiny(tiny_models.TINY_WHISPER, force)
 
 
+def tiny_plamo2(force: bool = False) -> Path:
+    """PLaMo 2: four layers, by turns with a Mamba state and with a sliding window of 64."""
+    return ensure_tiny_plamo2(TINY_PLAMO2, force)
+
+
 #: Every checkpoint that can be made, by its name on the command line.
 CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "gemma3-270m": gemma3_270m,
@@ -91,6 +98,7 @@ CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "tiny-granite4": tiny_granite4,
     "tiny-falcon-h1": tiny_falcon_h1,
     "tiny-whisper": tiny_whisper,
+    "tiny-plamo2": tiny_plamo2,
 }
 
 

@@ -147,16 +147,16 @@ def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tens
         return 0.1 * noise
     if leaf == "embed_tokens":
         noise = model.embedding_std * noise
-        return _favour_printable(noise) if model.config.get("tie_word_embeddings") else noise
+        return favour_printable(noise) if model.config.get("tie_word_embeddings") else noise
     noise = noise / math.sqrt(parameter.shape[-1])
     if leaf == "lm_head":
-        return _favour_printable(noise)
+        return favour_printable(noise)
     if leaf in ("q_proj", "k_proj"):
         return model.attention_gain * noise
     return model.gains.get(leaf, model.residual_gain) * noise
 
 
-def _favour_printable(rows: "torch.Tensor") -> "torch.Tensor":
+def favour_printable(rows: "torch.Tensor") -> "torch.Tensor":
     """Scale the output layer so that the likeliest token is always a printable character."""
     scale = rows.new_full((VOCAB_SIZE, 1), 0.1)
     scale[printable_ids()] = 1.0

@@ -10,6 +10,8 @@ vLLM loads the entry point in every process. Four names of base are replaced, an
   model is loaded;
 - ``get_request_block_hasher`` in base's utilities, by one whose hashers run in native code.
 
+Models that base no longer has are added to its registry (`models`).
+
 The fork is on unless ``VLLM_HYBRID_KV`` is 0. On or off, base's check of environment variables
 is told of that name.
 """
@@ -98,9 +100,11 @@ def activate() -> None:
     # is already there or comes with the model.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.hybrid import models
     from vllm.v1.core.hybrid.factory import create_kv_cache_manager
     from vllm.v1.core.sched import scheduler
 
+    models.register()
     _replace(scheduler, "KVCacheManager", create_kv_cache_manager)
     _replace(scheduler.Scheduler, "__init__", _with_engine(scheduler.Scheduler.__init__))
     _replace(
@@ -115,9 +119,12 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Put back everything of base that `activate` replaced."""
+    """Put back everything of base that `activate` replaced, and take out what it added."""
     global _active
     _active = False
+    from vllm.v1.core.hybrid import models
+
+    models.unregister()
     while _replaced:
         owner, name, base, ours = _replaced.pop()
         # Somebody else may have replaced ours since; theirs is not ours to remove.
