@@ -51,6 +51,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.model_executor.models.plamo2_mamba import (
     Plamo2Mamba,
     StateShapes,
+    plamo2_config,
     state_dtypes,
     state_shapes,
 )
@@ -75,7 +76,7 @@ class Plamo2Attention(nn.Module):
 
     def __init__(self, vllm_config: VllmConfig, layer: int, prefix: str) -> None:
         super().__init__()
-        config: Plamo2Config = vllm_config.model_config.hf_config
+        config = plamo2_config(vllm_config)
         quant_config = vllm_config.quant_config
         self.head_size = config.hidden_size_per_head
         self.qkv_proj = QKVParallelLinear(
@@ -151,7 +152,7 @@ class Plamo2Attention(nn.Module):
 class Plamo2MLP(nn.Module):
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        config: Plamo2Config = vllm_config.model_config.hf_config
+        config = plamo2_config(vllm_config)
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
             [config.intermediate_size] * 2,
@@ -185,7 +186,7 @@ def offset_norm(config: Plamo2Config, offset: float) -> RMSNorm:
 class Plamo2DecoderLayer(nn.Module):
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        config: Plamo2Config = vllm_config.model_config.hf_config
+        config = plamo2_config(vllm_config)
         layer = extract_layer_index(prefix)
         self.is_mamba = config.is_mamba(layer)
         self.mixer = (
@@ -221,7 +222,7 @@ class Plamo2DecoderLayer(nn.Module):
 class Plamo2Model(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config: Plamo2Config = vllm_config.model_config.hf_config
+        config = plamo2_config(vllm_config)
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
@@ -253,9 +254,11 @@ class Plamo2Model(nn.Module):
         elif inputs_embeds is not None:
             hidden_states = inputs_embeds
         else:
+            assert input_ids is not None
             hidden_states = self.embed_input_ids(input_ids)
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             hidden_states, residual = layer(positions, hidden_states, residual)
+        assert residual is not None
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
         hidden_states, _ = self.norm(hidden_states, residual)
@@ -263,7 +266,11 @@ class Plamo2Model(nn.Module):
 
 
 class Plamo2ForCausalLM(nn.Module, HasInnerState, SupportsPP, IsHybrid, SupportsQuant):
-    """The model that `config.json` of a PLaMo 2 checkpoint names."""
+    """The model that `config.json` of a PLaMo 2 checkpoint names.
+
+    Raises:
+        ValueError: for speculative decoding, of which nothing here has been tried.
+    """
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={"model.layers.layers.": "model.layers."},
@@ -277,7 +284,9 @@ class Plamo2ForCausalLM(nn.Module, HasInnerState, SupportsPP, IsHybrid, Supports
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        self.config: Plamo2Config = vllm_config.model_config.hf_config
+        if vllm_config.num_speculative_tokens > 0:
+            raise ValueError("PLaMo 2: speculative decoding is not supported")
+        self.config = plamo2_config(vllm_config)
         self.model = Plamo2Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
             self.config.vocab_size,
@@ -293,9 +302,7 @@ class Plamo2ForCausalLM(nn.Module, HasInnerState, SupportsPP, IsHybrid, Supports
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> StateShapes:
         return state_shapes(
-            vllm_config.model_config.hf_config,
-            vllm_config.parallel_config.tensor_parallel_size,
-            vllm_config.num_speculative_tokens,
+            plamo2_config(vllm_config), vllm_config.parallel_config.tensor_parallel_size
         )
 
     @classmethod

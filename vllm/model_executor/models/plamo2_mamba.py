@@ -37,7 +37,19 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 StateShapes = tuple[tuple[int, int], tuple[int, int, int]]
 
 
-def state_shapes(config: Plamo2Config, tp_size: int, num_speculative_tokens: int) -> StateShapes:
+def plamo2_config(vllm_config: VllmConfig) -> Plamo2Config:
+    """Of the model to serve.
+
+    Raises:
+        TypeError: its configuration was read by another class, such as that of remote code.
+    """
+    config = vllm_config.model_config.hf_config
+    if not isinstance(config, Plamo2Config):
+        raise TypeError(f"PLaMo 2: the configuration is a {type(config)}, not a {Plamo2Config}")
+    return config
+
+
+def state_shapes(config: Plamo2Config, tp_size: int) -> StateShapes:
     """Shapes of a rank's convolution state and of its recurrent state, for one request."""
     return MambaStateShapeCalculator.mamba2_state_shape(
         tp_world_size=tp_size,
@@ -47,7 +59,6 @@ def state_shapes(config: Plamo2Config, tp_size: int, num_speculative_tokens: int
         head_dim=config.hidden_size_per_head,
         state_size=config.mamba_d_state,
         conv_kernel=config.mamba_d_conv,
-        num_spec=num_speculative_tokens,
     )
 
 
@@ -64,7 +75,7 @@ class Plamo2Mamba(MambaBase, nn.Module):
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        config: Plamo2Config = vllm_config.model_config.hf_config
+        config = plamo2_config(vllm_config)
         quant_config = vllm_config.quant_config
         tp_size = get_tensor_model_parallel_world_size()
         self.prefix = prefix
@@ -72,8 +83,7 @@ class Plamo2Mamba(MambaBase, nn.Module):
         self.num_heads = divide(config.mamba_num_heads, tp_size)
         self.state_size = config.mamba_d_state
         self.dt_rank = max(64, config.hidden_size // 16)
-        self.num_speculative_tokens = vllm_config.num_speculative_tokens
-        self.state_shapes = state_shapes(config, tp_size, self.num_speculative_tokens)
+        self.state_shapes = state_shapes(config, tp_size)
         self.state_dtypes = state_dtypes(vllm_config.model_config, vllm_config.cache_config)
         self.kv_cache = (torch.empty(0), torch.empty(0))
 
@@ -187,6 +197,7 @@ class Plamo2Mamba(MambaBase, nn.Module):
             states = states.transpose(-1, -2)
         num_decode = batch.num_decode_tokens
         if batch.num_prefill_tokens > 0:
+            assert batch.query_start_loc_p is not None
             x[num_decode:] = causal_conv1d_fn(
                 x[num_decode:].T,
                 weight,
@@ -199,18 +210,13 @@ class Plamo2Mamba(MambaBase, nn.Module):
                 query_start_loc=batch.query_start_loc_p,
             ).T
         if num_decode > 0:
-            indices = batch.state_indices_tensor_d
-            assert indices is not None
             x[:num_decode] = causal_conv1d_update(
                 x[:num_decode],
                 states,
                 weight,
                 None,
                 "silu",
-                conv_state_indices=indices,
-                num_accepted_tokens=batch.num_accepted_tokens,
-                query_start_loc=batch.query_start_loc_d,
-                max_query_len=indices.size(-1),
+                conv_state_indices=batch.state_indices_tensor_d,
             )
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -266,7 +272,7 @@ class Plamo2Mamba(MambaBase, nn.Module):
         out: torch.Tensor,
         batch: Mamba2AttentionMetadata,
     ) -> None:
-        """Decodes: one token a request, or one and its drafts."""
+        """Decodes: one token a request."""
         # The kernel takes a value for each channel; expanded views, which it recognizes.
         per_channel = (self.num_heads, self.head_size)
         selective_state_update(
@@ -282,8 +288,6 @@ class Plamo2Mamba(MambaBase, nn.Module):
             state_batch_indices=batch.state_indices_tensor_d,
             dst_state_batch_indices=batch.state_indices_tensor_d,
             out=out,
-            num_accepted_tokens=batch.num_accepted_tokens,
-            cu_seqlens=batch.query_start_loc_d,
         )
 
     def get_state_shape(self) -> StateShapes:

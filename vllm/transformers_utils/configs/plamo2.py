@@ -26,7 +26,6 @@ class Plamo2Config(PreTrainedConfig):
     """
 
     model_type = "plamo2"
-    keys_to_ignore_at_inference = ("past_key_values",)
 
     def __init__(
         self,
