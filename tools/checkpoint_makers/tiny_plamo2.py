@@ -165,9 +165,9 @@ def _draw(model: TinyPlamo2, name: str, shape: tuple[int, ...]) -> "torch.Tensor
         return 2 + 0.3 * noise
     if kind in ("B_norm_weight", "C_norm_weight", "dt_norm_weight"):
         return 1 + 0.2 * noise
-    # A Mamba state that lasts for tens of tokens, and is not drowned by the token itself.
+    # Mamba states that last for tens of tokens, some for hundreds.
     if kind == "A_log":
-        return 0.3 * noise - 1.0
+        return noise - 2.0
     if kind == "dt_bias":
         return 0.5 * noise - 2.0
     if kind == "D":

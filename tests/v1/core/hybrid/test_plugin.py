@@ -14,6 +14,7 @@ import vllm
 from support.plugin_state import collected_log, plugin_state_restored
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
 from vllm.utils.hashing import sha256
@@ -33,6 +34,7 @@ def state():
         vars(EngineArgs)["create_engine_config"],
         vars(kv_cache_utils)["get_request_block_hasher"],
         vars(core)["get_request_block_hasher"],
+        ModelRegistry.models.get("Plamo2ForCausalLM"),
         vars(Platform)["validate_environ"],
     ]
 
@@ -257,6 +259,7 @@ load_general_plugins()
 load_general_plugins()
 early = "vllm.v1.engine.core" in sys.modules
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler, scheduler
 from vllm.v1.core.hybrid import plugin
@@ -272,6 +275,8 @@ print(json.dumps({
         )
     ],
     "active": plugin.is_active(),
+    "PLaMo 2": "Plamo2ForCausalLM" in ModelRegistry.get_supported_archs(),
+    "model imported early": "vllm.model_executor.models.plamo2" in sys.modules,
     "engine core imported early": early,
 }))
 """
@@ -294,6 +299,8 @@ def test_vllm_finds_and_loads_the_plugin():
         "base": False,
         "wrapped": [True, True, True],
         "active": True,
+        "PLaMo 2": True,
+        "model imported early": False,
         "engine core imported early": False,
     }
 
@@ -304,6 +311,8 @@ def test_switched_off_base_is_base(environment):
         "base": True,
         "wrapped": [False, False, False],
         "active": False,
+        "PLaMo 2": False,
+        "model imported early": False,
         "engine core imported early": False,
     }
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that the plugin adds to base's registry, and when it does not."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import checkpoints
+from support.plugin_state import plugin_state_restored
+from vllm.config import ModelConfig
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.config import _CONFIG_REGISTRY, get_config
+from vllm.transformers_utils.configs.plamo2 import Plamo2Config
+from vllm.v1.core.hybrid import plugin
+from vllm.v1.core.hybrid.models import PLAMO2, PLAMO2_CONFIG
+
+
+def registered() -> list[object]:
+    # Base's registry resolves names of configurations when it is indexed, and not by get().
+    return [ModelRegistry.models.get(PLAMO2), _CONFIG_REGISTRY.get(PLAMO2_CONFIG)]
+
+
+@pytest.fixture(autouse=True)
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Base has no PLaMo 2, and has none again after each test."""
+    monkeypatch.delenv(plugin.SWITCH, raising=False)
+    with plugin_state_restored():
+        assert registered() == [None, None]
+        yield
+        plugin.deactivate()
+        assert registered() == [None, None]
+
+
+def test_the_plugin_adds_plamo2_once() -> None:
+    plugin.activate()
+    once = registered()
+    assert None not in once
+    plugin.activate()
+    assert all(now is then for now, then in zip(registered(), once, strict=True))
+
+
+def test_switched_off_it_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set(ModelRegistry.get_supported_archs()), set(_CONFIG_REGISTRY)
+    monkeypatch.setenv(plugin.SWITCH, "0")
+    plugin.activate()
+    assert (set(ModelRegistry.get_supported_archs()), set(_CONFIG_REGISTRY)) == names
+
+
+def test_an_architecture_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(ModelRegistry.models, PLAMO2, (theirs := object()))
+        plugin.activate()
+        assert registered() == [theirs, None]
+        plugin.deactivate()
+        assert registered() == [theirs, None]
+
+
+def test_a_configuration_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(Plamo2Config):
+        pass
+
+    with monkeypatch.context() as patch:
+        patch.setitem(_CONFIG_REGISTRY, PLAMO2_CONFIG, Theirs)
+        plugin.activate()
+        assert registered()[0] is not None
+        assert registered()[1] is Theirs
+        plugin.deactivate()
+        assert registered() == [None, Theirs]
+
+
+def test_what_somebody_else_put_over_ours_stays() -> None:
+    plugin.activate()
+    ModelRegistry.models[PLAMO2] = theirs = object()
+    try:
+        plugin.deactivate()
+        assert registered() == [theirs, None]
+    finally:
+        del ModelRegistry.models[PLAMO2]
+
+
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+def test_a_checkpoint_needs_no_remote_code_but_for_its_tokenizer(trust_remote_code: bool) -> None:
+    """Nor uses any, though its `config.json` names some."""
+    plugin.activate()
+    config = get_config(checkpoints.tiny_plamo2(), trust_remote_code=trust_remote_code)
+    assert type(config) is Plamo2Config
+    assert "auto_map" in config.to_dict()
+    assert config.layers_block_type == ["mamba", "attention"] * 2
+
+
+def test_base_finds_out_what_the_model_is() -> None:
+    """From the file of the model, in a process of its own."""
+    plugin.activate()
+    model = ModelConfig(str(checkpoints.tiny_plamo2()), dtype="float32")
+    assert model.architecture == PLAMO2
+    assert model.is_hybrid and model.has_inner_state and model.is_pp_supported
+    assert model.get_head_size() == 32
+    assert model.get_mamba_chunk_size() == 64
+    assert model.max_model_len == 4096
