@@ -40,11 +40,6 @@ NORM_OFFSETS = {
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Plamo2ForCausalLM"],
-    # As published: that code is not there, and must not be asked for.
-    "auto_map": {
-        "AutoConfig": "modeling_plamo.Plamo2Config",
-        "AutoModelForCausalLM": "modeling_plamo.Plamo2ForCausalLM",
-    },
     "model_type": "plamo2",
     "dtype": "float32",
     "vocab_size": VOCAB_SIZE,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that the plugin adds to base's registry, and when it does not."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -79,13 +81,20 @@ def test_what_somebody_else_put_over_ours_stays() -> None:
 
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
-def test_a_checkpoint_needs_no_remote_code_but_for_its_tokenizer(trust_remote_code: bool) -> None:
-    """Nor uses any, though its `config.json` names some."""
+def test_a_published_configuration_is_read_without_remote_code(
+    trust_remote_code: bool, tmp_path: Path
+) -> None:
+    """It names some, which is not there, and must be neither asked for nor missed."""
     plugin.activate()
-    config = get_config(checkpoints.tiny_plamo2(), trust_remote_code=trust_remote_code)
-    assert type(config) is Plamo2Config
-    assert "auto_map" in config.to_dict()
-    assert config.layers_block_type == ["mamba", "attention"] * 2
+    config = json.loads((checkpoints.tiny_plamo2() / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": "modeling_plamo.Plamo2Config",
+        "AutoModelForCausalLM": "modeling_plamo.Plamo2ForCausalLM",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = get_config(tmp_path, trust_remote_code=trust_remote_code)
+    assert type(read) is Plamo2Config
+    assert read.layers_block_type == ["mamba", "attention"] * 2
 
 
 def test_base_finds_out_what_the_model_is() -> None:
