@@ -142,12 +142,12 @@ class Plamo2Mamba(MambaBase, nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden size]`` to the same."""
         gates_and_inputs, _ = self.in_proj(hidden_states)
-        mixed = gates_and_inputs.new_empty(len(hidden_states), self.num_heads * self.head_size)
+        gates = self._halves(gates_and_inputs)[:, :, 0].flatten(1)
+        mixed = torch.empty_like(gates)
         # Base's operation, for what must not be compiled: it finds this layer by its name and
         # calls `conv_ssm_forward`.
         torch.ops.vllm.mamba_mixer2(gates_and_inputs, mixed, _encode_layer_name(self.prefix))
-        gates = self._split(gates_and_inputs)[0].float()
-        output, _ = self.out_proj((mixed * silu(gates)).to(hidden_states.dtype))
+        output, _ = self.out_proj((mixed * silu(gates.float())).to(hidden_states.dtype))
         return output
 
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
@@ -164,7 +164,8 @@ class Plamo2Mamba(MambaBase, nn.Module):
         num_decode, num_prefill = batch.num_decode_tokens, batch.num_prefill_tokens
         # Decodes come first; behind the tokens there may be padding.
         num_tokens = num_decode + num_prefill
-        x = self._split(projected_states[:num_tokens])[1].contiguous()
+        # A copy, since it is not contiguous: convolved in place.
+        x = self._halves(projected_states[:num_tokens])[:, :, 1].flatten(1)
         self._convolve(x, batch)
         B, C, dt = self._project(x)
         x = x.view(num_tokens, self.num_heads, self.head_size)
@@ -181,13 +182,12 @@ class Plamo2Mamba(MambaBase, nn.Module):
         if of_layers is None:
             return None
         assert isinstance(of_layers, dict)
-        batch = of_layers[self.prefix]
-        assert isinstance(batch, Mamba2AttentionMetadata)
+        batch = of_layers.get(self.prefix)
+        assert batch is None or isinstance(batch, Mamba2AttentionMetadata)
         return batch
 
-    def _split(self, gates_and_inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = gates_and_inputs.view(-1, self.num_heads, 2, self.head_size)
-        return pairs[:, :, 0].flatten(1), pairs[:, :, 1].flatten(1)
+    def _halves(self, gates_and_inputs: torch.Tensor) -> torch.Tensor:
+        return gates_and_inputs.view(-1, self.num_heads, 2, self.head_size)
 
     def _convolve(self, x: torch.Tensor, batch: Mamba2AttentionMetadata) -> None:
         """Causal convolution over time and SiLU, in place: ``[tokens, heads x head size]``."""
