@@ -42,7 +42,7 @@ def assert_drafts_were_judged(result: EngineResult) -> None:
 
 @pytest.mark.parametrize(
     ("model", "num_blocks"),
-    [(checkpoints.tiny_llama, 16), (checkpoints.tiny_gemma3, 48)],
+    [(checkpoints.tiny_llama, 18), (checkpoints.tiny_gemma3, 48)],
     ids=["llama", "gemma3"],
 )
 def test_ngram(model: Callable[[], Path], num_blocks: int) -> None:

@@ -136,10 +136,10 @@ def test_branches_of_a_prefix(
 def test_pressure(manager_cls: Any, kinds: tuple, drafter: str, how: dict[str, Any]) -> None:
     """Preemptions, evictions, aborts and shared prefixes at the same time."""
     engine = make_engine(
-        manager_cls, kinds, drafter, extra_blocks=6, max_num_batched_tokens=50, **how
+        manager_cls, kinds, drafter, extra_blocks=12, max_num_batched_tokens=50, **how
     )
     for i in range(12):
-        engine.add_request(tokens(33 * (i % 4)) + tokens(20, seed=i % 6), max_tokens=70)
+        engine.add_request(tokens(33 * (i % 4)) + tokens(20, seed=i % 6), max_tokens=110)
         engine.step(abort_before_output=["r4"] if i == 8 else [])
     engine.abort("r5")
     engine.run_until_done()
