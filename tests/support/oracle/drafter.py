@@ -26,11 +26,10 @@ from .block_tables import BlockTables, TypeTables
 from .device_memory import DeviceMemory
 from .faults import ReadFault, WriteFault
 from .identity import hash64
+from .models import DRAFT_LAYER
 from .sequences import Sequences
 from .step import RequestState, Step
 
-#: Layers of the drafter have names that begin with it.
-DRAFT_LAYER = "draft."
 _GUESS = np.uint64(hash64("a guess"))
 #: Parts of `DeviceMemory.draft_slots`.
 _CONTENT, _PREFIX = 0, 1

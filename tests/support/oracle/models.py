@@ -19,11 +19,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from .drafter import DRAFT_LAYER
 from .short_repr import ShortRepr
 
 #: Tokens of the longest input to an encoder.
 MAX_ENCODER_LENGTH = 100
+#: Layers of the drafter have names that begin with it.
+DRAFT_LAYER = "draft."
 
 
 def _heads(half_precision: bool) -> dict[str, Any]:
