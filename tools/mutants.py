@@ -336,13 +336,13 @@ MUTANTS = (
     ),
     Mutant(
         "nor is it in a window",
-        WINDOW,
+        RECENT,
         "max(len(run) - 1, 0)",
         "len(run)",
     ),
     Mutant(
         "a hit of a window gives the block after it for the first one before it",
-        WINDOW,
+        RECENT,
         "self.num_blocks_around = self.num_blocks_before + self.num_peeked",
         "self.num_blocks_around = max(self.num_blocks_before, self.num_peeked)",
     ),
@@ -354,7 +354,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window does not cache the block that hits peek at",
-        WINDOW,
+        RECENT,
         "b // self.block_size + peeked for b",
         "b // self.block_size for b",
     ),

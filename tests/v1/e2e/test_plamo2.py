@@ -96,15 +96,45 @@ def test_with_other_options_too(engines: EnginePair, with_all_options: Path) -> 
 
 
 def test_states_from_the_prefix_cache(engines: EnginePair) -> None:
-    """Whoever manages them: PLaMo 2 is the one model with Mamba whose states base can cache on
-    CPUs, since it computes them between steps only.
+    """Base's mode ``align`` on the engine: PLaMo 2 is the one model with Mamba whose states base
+    can cache on CPUs, since it computes them between steps only.
     """
-    model = checkpoints.tiny_plamo2()
     batch = prompts([310, 130], seed=3)
-    result = engines.fork.run(model, [Round(batch, max_tokens=12)] * 2, max_num_batched_tokens=256)
+    longer = [[*prompt, *random_tokens(40, seed=7)] for prompt in batch]
+    base, fork = run_both(
+        engines,
+        checkpoints.tiny_plamo2,
+        [Round(batch, max_tokens=12), Round(batch, max_tokens=12), Round(longer, max_tokens=12)],
+        max_num_batched_tokens=256,
+    )
+    assert "mamba (" in fork.log and "sliding_window 64 (" in fork.log
+    for again in (1, 2):
+        assert min(fork.rounds[again].num_cached_tokens) >= 96
+        assert fork.rounds[again].num_cached_tokens == base.rounds[again].num_cached_tokens
+    fork.rounds[2:] = []
+    assert_right(fork, Plamo2Reference(checkpoints.tiny_plamo2()), batch)
 
-    assert min(result.rounds[1].num_cached_tokens) >= 96
-    assert_right(result, Plamo2Reference(model), batch)
+
+def test_states_in_a_small_pool(engines: EnginePair) -> None:
+    """States are evicted, and requests that are preempted resume from those that are left."""
+    shared = random_tokens(150, seed=5)
+    _, fork = run_both(
+        engines,
+        checkpoints.tiny_plamo2,
+        [
+            Round(
+                prompts([210, 230, 180, 260, 220], seed=60, shared=shared),
+                max_tokens=[60, 30, 45, 70],
+                arrivals=[0, 0, 4, 9, 14],
+            )
+        ]
+        * 2,
+        max_model_len=512,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=10,
+    )
+    assert fork.total("num_preemptions") > 0
+    assert sum(sum(r.num_cached_tokens) for r in fork.rounds) > 0
 
 
 def run_both(
