@@ -3,8 +3,6 @@
 
 from collections.abc import Sequence
 
-from vllm.distributed.kv_events import KVCacheEvent
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.hybrid._core import (
     GroupedKVCacheBlock,
     gate_allocate_slots,
@@ -16,7 +14,7 @@ from vllm.v1.core.hybrid.coordinators import RequestBlocks, create_coordinator
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, KVCacheBlocks, get_group_layout
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog, wants_hits_reported
-from vllm.v1.core.hybrid.left_to_base import LeftToBase
+from vllm.v1.core.hybrid.queries import KVCacheQueries
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.kv_cache_interface import (
@@ -31,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 NEWCOMERS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-class KVCacheManager(LeftToBase):
+class KVCacheManager(KVCacheQueries):
     """Allocates, caches and frees the KV cache blocks of all requests.
 
     Takes the constructor arguments of base's class and has every method and attribute
@@ -137,10 +135,6 @@ class KVCacheManager(LeftToBase):
 
     # Prefix cache
 
-    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
-        """Whether the prefix cache may be looked up for a request."""
-        return self.enable_caching and not request.skip_reading_prefix_cache
-
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """Look up the longest cached prefix of a request.
 
@@ -170,25 +164,6 @@ class KVCacheManager(LeftToBase):
         """`get_computed_blocks`, and whether types differ in the hit: here they never do."""
         return *self.get_computed_blocks(request), False
 
-    def truncate_computed_blocks(
-        self, blocks: KVCacheBlocks, num_computed_tokens: int
-    ) -> KVCacheBlocks:
-        """The part of a lookup's blocks that covers the first ``num_computed_tokens``.
-
-        Raises:
-            ValueError: if the count ends inside a block or beyond the lookup's hit.
-        """
-        cut = []
-        for manager, type_blocks in zip(self.coordinator.managers, blocks.blocks, strict=True):
-            num_blocks, rest = divmod(num_computed_tokens, manager.block_size)
-            if rest or num_blocks > len(type_blocks):
-                raise ValueError(
-                    f"num_computed_tokens is {num_computed_tokens}; accepted are multiples of "
-                    f"{manager.block_size} up to {len(type_blocks) * manager.block_size}"
-                )
-            cut.append(type_blocks.truncated(num_blocks))
-        return self._kv_cache_blocks(tuple(cut))
-
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Enter the blocks of a request's first ``num_computed_tokens`` in the prefix cache.
 
@@ -209,11 +184,6 @@ class KVCacheManager(LeftToBase):
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Remove the blocks that hold the given physical ids from the prefix cache."""
         self.block_pool.evict_blocks(block_ids)
-
-    def estimate_cached_tokens(self, request: Request) -> int:
-        """Tokens of a request that are in the prefix cache of every attention type."""
-        blocks = self.coordinator.blocks_of(request.request_id)
-        return min((table.num_cached_tokens() for table in blocks.tables), default=0)
 
     # Slots
 
@@ -414,73 +384,7 @@ class KVCacheManager(LeftToBase):
         self._next_event.pop(request.request_id, None)
         return self.coordinator.pop_blocks_for_free(request.request_id)
 
-    # Block ids
-
-    def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks of a request; none for an unknown one."""
-        return self._kv_cache_blocks(self.coordinator.get_blocks(request_id))
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Physical ids of a request's blocks, one list per KV cache group."""
-        return self.get_blocks(request_id).get_block_ids()
-
-    def get_block_ids_for_computed_tokens(
-        self, request_id: str, num_computed_tokens: int
-    ) -> tuple[list[int], ...]:
-        """`get_block_ids`, cut to the blocks that hold the first ``num_computed_tokens``.
-
-        Of an encoder all blocks: they are full from the first step on.
-        """
-        managers = self.coordinator.single_type_managers
-        return tuple(
-            ids if m.holds_encoder else ids[: cdiv(num_computed_tokens, m.block_size)]
-            for ids, m in zip(self.get_block_ids(request_id), managers, strict=True)
-        )
-
-    def create_kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:
-        """Wrap blocks per attention type for the scheduler."""
-        return self._kv_cache_blocks(blocks)
-
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Always 0 per group: as in base, whose cascade attention is gone."""
-        return [0] * self.num_kv_cache_groups
-
-    def take_new_block_ids(self) -> list[int]:
-        """Physical ids that the worker must zero, allocated since the last call."""
-        return [i for manager in self.coordinator.managers for i in manager.take_new_block_ids()]
-
-    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
-        """Have a request's blocks from ``start_token`` on zeroed again."""
-        tables = self.coordinator.blocks_of(request_id).tables
-        for manager, table in zip(self.coordinator.managers, tables, strict=True):
-            manager.record_for_zeroing(table, start_token)
-
-    # Statistics, events, the step
-
-    @property
-    def usage(self) -> float:
-        """Share of the KV cache that requests hold, 0.0 to 1.0."""
-        return self.block_pool.get_usage()
-
-    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Statistics since the last call; None if they are off."""
-        stats = self.prefix_cache_stats
-        if stats is not None:
-            self.prefix_cache_stats = PrefixCacheStats()
-        return stats
-
-    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
-        """Count an admitted request with a hit of ``num_hits`` tokens."""
-        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
-            self.prefix_cache_stats.record(
-                num_tokens=request.num_tokens,
-                num_hits=num_hits,
-                preempted=request.num_preemptions > 0,
-            )
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """KV cache events since the last call; empty when they are off."""
-        return self.block_pool.take_events()
+    # The step
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
@@ -500,8 +404,3 @@ class KVCacheManager(LeftToBase):
             assert event <= actual, (
                 f"request {request_id} sleeps until {event} tokens, has work at {actual}"
             )
-
-    def _kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:
-        if not any(map(len, blocks)):
-            return self.empty_kv_cache_blocks
-        return KVCacheBlocks(blocks, self._group_layout)
