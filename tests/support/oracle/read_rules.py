@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MLAAttentionSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -82,8 +83,8 @@ def read_rule(spec: KVCacheSpec) -> ReadRule:
         if len(rules) == 1:
             return rules.pop()
     elif isinstance(spec, SlidingWindowSpec):
-        # Exactly this class: its MLA variant rebuilds its window after a hit.
-        if type(spec) is SlidingWindowSpec:
+        # Its MLA variant may rebuild its window after a hit, and so read what it has not written.
+        if not (isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay):
             return ReadWindow(spec.sliding_window)
     elif isinstance(spec, CrossAttentionSpec):
         return ReadEncoder()
