@@ -187,7 +187,7 @@ MUTANTS = (
         "allocate for one type before another's hit is adopted",
         NATIVE_ADOPTION,
         "(adopted[i].num_skipped));\n  }",
-        "(adopted[i].num_skipped));\n    found[i]->allocate(1);\n  }",
+        "(adopted[i].num_skipped));\n    found[i]->allocate(1, 1);\n  }",
     ),
     Mutant(
         "a touched block stays counted as free",

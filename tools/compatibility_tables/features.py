@@ -109,7 +109,7 @@ _ATTENTION = [
      _STATES + "test_a_state_in_the_middle_of_a_step"),
     ("Mamba layers of which only some can", _kinds("Mamba", CHECKPOINTS),
      _COVERAGE + "test_states_that_differ_in_where_they_are_kept_are_base_s"),
-    ("Mamba with prefix hits inside of a block (`prefix_match_unit`)",
+    ("Mamba with prefix hits inside of a block (`prefix_match_unit`, or a smaller block elsewhere)",
      _with(_kinds("Mamba", "full"), hash_block_size=BLOCK_SIZE // 2),
      _COVERAGE + "test_hits_inside_of_a_block_of_states_are_base_s"),
     ("cross attention", _kinds("cross", "full"),

@@ -107,6 +107,27 @@ def test_states_that_differ_in_where_they_are_kept_are_base_s():
     )
 
 
+def test_states_in_the_middle_of_a_step_with_unequal_block_sizes_are_base_s():
+    setup = KVSetup((full(32), mamba(16, checkpoints=True)), num_blocks=100)
+    facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)
+    assert find_uncovered_feature(facts) == (
+        "keeping Mamba states in the middle of a step with unequal block sizes "
+        "(16 and, for hits, 32)"
+    )
+    setup = KVSetup((full(32), mamba(16)), num_blocks=100)
+    facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)
+    assert find_uncovered_feature(facts) is None
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("drafts", [{"use_eagle": True}, {"num_prefill_lookahead": 2}])
+def test_states_with_drafts_are_base_s(drafts: dict, mode: str) -> None:
+    """Also where a spec has no blocks for them, as with base's RecoverSSM."""
+    facts = facts_of(FULL, MambaSpec(**MAMBA, mamba_cache_mode=mode))
+    assert find_uncovered_feature(facts) is None
+    assert find_uncovered_feature(replace(facts, **drafts)) == "Mamba with speculative decoding"
+
+
 def test_hits_inside_of_a_block_of_states_are_base_s():
     setup = KVSetup((full(16), mamba(16)), num_blocks=100, hash_block_size=8)
     facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)

@@ -348,6 +348,18 @@ def test_streaming_session(manager_class: Any) -> None:
     assert look_up(driver, 2)[0] == 80
 
 
+def test_each_turn_of_a_session_keeps_its_end(manager_class: Any) -> None:
+    # Windows are cached before the end of a prompt only, and the prompt grows.
+    driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 60),), retention=0)
+    serve(driver, 0, 20)
+    assert driver.running[0].request.num_computed_tokens == 79
+    driver.apply(("session", 0, 1))
+    driver.apply(("start", 0, 512))
+    driver.apply(("finish", 0))
+    driver.plans.append(RequestPlan(((0, 60), (99, 20), (3, 60))))
+    assert look_up(driver, 2)[:2] == (128, 0)
+
+
 def test_preempted_requests_resume_from_their_own_blocks(manager_class: Any) -> None:
     driver = drive(manager_class, GEMMA, ((0, 100),), log_stats=True)
     serve(driver, 0, 20)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -190,9 +191,23 @@ def _partial_block_events(facts: EngineFacts) -> str | None:
     return None
 
 
-def _mixed_states(facts: EngineFacts) -> str | None:
+def _states(facts: EngineFacts) -> str | None:
     specs = [group.kv_cache_spec for group in facts.kv_cache_config.kv_cache_groups]
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    config = None if facts.vllm_config is None else facts.vllm_config.speculative_config
+    # Also where a spec has no blocks for drafts, as with base's RecoverSSM.
+    if states and (config is not None or facts.use_eagle or facts.num_prefill_lookahead):
+        return "Mamba with speculative decoding"
+    # Base keeps such a state where hits of all types can end, which then is not at a block's end.
+    hit_alignment = math.lcm(*(spec.block_size for spec in specs if spec.prefix_cacheable))
+    for spec in states:
+        if spec.mamba_cache_mode != "align" or not spec.num_prefill_checkpoint_blocks:
+            continue
+        if spec.block_size != hit_alignment:
+            return (
+                "keeping Mamba states in the middle of a step with unequal block sizes "
+                f"({spec.block_size} and, for hits, {hit_alignment})"
+            )
     if len({(s.num_prefill_checkpoint_blocks, s.prefill_checkpoint_alignment) for s in states}) > 1:
         return "Mamba layers that differ in whether they keep states in the middle of a step"
     return None
@@ -213,7 +228,7 @@ CHECKS: tuple[Callable[[EngineFacts], str | None], ...] = (
     _residency_metrics,
     _kv_cache_groups,
     _partial_block_events,
-    _mixed_states,
+    _states,
     _hits_inside_a_block,
 )
 

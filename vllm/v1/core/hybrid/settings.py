@@ -19,7 +19,7 @@ class CacheSettings:
     #: Tokens per block hash; divides every block size.
     hash_block_size: int
     enable_caching: bool
-    #: Where sliding windows keep cached blocks: at every hit boundary (None), only at the
+    #: Where sliding windows and Mamba keep cached blocks: at every hit boundary (None), only at the
     #: end of prompts and at junctions of shared prefixes (0), or also every so many tokens.
     retention_interval: int | None
     #: Whether the worker must zero newly allocated blocks before use.

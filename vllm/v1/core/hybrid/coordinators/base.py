@@ -118,9 +118,11 @@ class KVCacheCoordinator(ABC):
         """States that a step leaves behind which computes the tokens from ``start`` to ``end``."""
         if not self._with_states:
             return 1
-        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        return self._num_states(start, end, max(request.num_prompt_tokens, request.num_tokens - 1))
+
+    def _num_states(self, start: int, end: int, prefill_end: int) -> int:
         # All types with states have the same answer (see coverage.py).
-        return self._with_states[0].num_states(start, end, prefill_end)
+        return self._with_states[0].num_states(start, end, prefill_end) if self._with_states else 1
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
@@ -134,6 +136,18 @@ class KVCacheCoordinator(ABC):
             return known
         tables = self.block_pool.new_tables()
         return RequestBlocks(tables, self._caching, tables)
+
+    def take_up_caching(self, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Cache of all types again: a longer prompt has boundaries that were not there before.
+
+        As in base, blocks of the first ``num_tokens`` that were left out of the cache stay so.
+        """
+        for manager in self._caching:
+            if manager not in blocks.caching:
+                table = blocks.tables[manager.type_id]
+                num_decided = manager.num_cacheable_blocks(num_tokens)
+                table.num_cached = max(table.num_cached, num_decided)
+        blocks.caching, blocks.next_cached = self._caching, 0
 
     def num_physical_blocks_needed(
         self,
@@ -188,13 +202,7 @@ class KVCacheCoordinator(ABC):
             new_computed_blocks,
             num_skipped,
             recycled=apply_admission_cap,
-            num_states=max(
-                (
-                    m.num_states(total_computed_tokens, num_tokens_main_model, prefill_end)
-                    for m in self._with_states
-                ),
-                default=1,
-            ),
+            num_states=self._num_states(total_computed_tokens, num_tokens_main_model, prefill_end),
             num_encoder_tokens=num_encoder_tokens,
         )
 

@@ -47,6 +47,7 @@ class MambaManager(RecentBlocksManager):
         self.checkpoint_alignment = (
             self.kv_cache_spec.prefill_checkpoint_alignment
             if self.kv_cache_spec.num_prefill_checkpoint_blocks
+            and self.kv_cache_spec.mamba_cache_mode == "align"
             else None
         )
 
