@@ -67,6 +67,7 @@ class Round:
         arrivals: The engine step before which each request arrives; empty: all at once.
         aborts: Per request (index) that is aborted, the step before which.
         sampling: More arguments of ``SamplingParams``.
+        lora: The folder of an adapter; only where all requests arrive at once.
     """
 
     prompts: Sequence[str | Sequence[int] | Noise]
@@ -76,6 +77,7 @@ class Round:
     aborts: Mapping[int, int] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     cache_salt: str | None = None
+    lora: str | None = None
     reset_prefix_cache: bool = False
 
     def as_json(self) -> dict[str, Any]:

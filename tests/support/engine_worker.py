@@ -94,7 +94,13 @@ class Probe:
 
     def _collect_events(self) -> None:
         publisher = self.scheduler.kv_event_publisher
-        publisher.publish = lambda batch: self.events.extend(map(repr, batch.events))
+        publish = publisher.publish
+
+        def collect_and_publish(batch: Any) -> None:
+            self.events.extend(map(repr, batch.events))
+            publish(batch)
+
+        publisher.publish = collect_and_publish
 
     def usage(self) -> float:
         """Share of the KV cache in use; as of the last step where it is out of reach."""
@@ -141,10 +147,15 @@ def sampling_params(spec: dict[str, Any], index: int) -> Any:
     from vllm import SamplingParams
 
     max_tokens = spec["max_tokens"]
+    sampling = {"temperature": 0.0, "ignore_eos": True} | spec["sampling"]
+    if "structured_outputs" in sampling:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
     return SamplingParams(
         max_tokens=max_tokens[index % len(max_tokens)],
         logprobs=0,  # of the sampled token only
-        **{"temperature": 0.0, "ignore_eos": True} | spec["sampling"],
+        **sampling,
     )
 
 
@@ -174,8 +185,19 @@ def generate_all(llm: Any, spec: dict[str, Any]) -> list[Any]:
         [prompt_of(p, spec["cache_salt"]) for p in prompts],
         [sampling_params(spec, i) for i in range(len(prompts))],
         priority=spec["priorities"] or None,
+        lora_request=lora_request(spec["lora"]),
         use_tqdm=False,
     )
+
+
+def lora_request(folder: str | None) -> Any:
+    """For an adapter in a folder, by the folder's name."""
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    name = os.path.basename(folder)
+    return LoRARequest(name, lora_int_id=1 + sum(name.encode()) % 1000, lora_path=folder)
 
 
 def drive(llm: Any, spec: dict[str, Any]) -> list[Any]:

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 
 _UNIT = "tests/v1/core/hybrid/"
 _ENGINE = "tests/v1/e2e/test_token_equality.py::"
+_FEATURES = "tests/v1/e2e/test_engine_features.py::"
 _SERVER = "tests/entrypoints/test_openai_server.py::"
 _ORACLE = _UNIT + "test_oracle.py::"
 _SHAPES = _UNIT + "test_oracle_shapes.py::"
@@ -101,7 +102,7 @@ _ATTENTION = [
     ("Mamba and other linear attention, no prefix caching (mode `none`)",
      _kinds("Mamba", caching=False), _STATES + "test_random"),
     ("the same with prefix caching (mode `align`)", _kinds("Mamba"),
-     "v1/e2e/test_plamo2.py::test_states_from_the_prefix_cache"),
+     "tests/v1/e2e/test_plamo2.py::test_states_from_the_prefix_cache"),
     ("the same with prefix caching (mode `all`)", _spec(_changed("Mamba", mamba_cache_mode="all"))),
     ("Mamba 2 and KDA, which can keep a state in the middle of a step, no prefix caching",
      _kinds(CHECKPOINTS, caching=False), _ENGINE + "test_mamba_without_prefix_cache"),
@@ -154,13 +155,16 @@ _CACHING = [
     ("retention `None`, 0, and an interval", _full(), _ENGINE + "test_prefix_cache"),
     ("cache salt and LoRA adapters in hashes", _full(),
      _ORACLE + "test_salts_and_adapters_do_not_share"),
+    ("LoRA adapters on the engine", _full(), _FEATURES + "test_adapters"),
     ("images in hashes", _full(), _ORACLE + "test_images_do_not_share"),
     ("prompt embeddings in hashes", _full(), _UNIT + "test_block_hasher.py::test_extra_keys"),
     ("reset, also while requests run", _full(),
      _ORACLE + "test_reset_that_preempts_running_requests"),
     ("KV cache events", _with(_full(), enable_kv_cache_events=True),
      _ENGINE + "test_kv_cache_events"),
-    ("the same where a full-attention block is larger than `hash_block_size`",
+    ("the same over ZMQ, as a subscriber sees them", _with(_full(), enable_kv_cache_events=True),
+     _FEATURES + "test_kv_cache_events_over_zmq"),
+    ("events where a full-attention block is larger than `hash_block_size`",
      _with(_full(), enable_kv_cache_events=True, hash_block_size=BLOCK_SIZE // 2),
      _COVERAGE + "test_arguments_that_are_not_covered"),
     ("KV cache residency metrics",
@@ -182,6 +186,7 @@ _SCHEDULING = [
      _full(scheduler_config__scheduler_reserve_full_isl=False), _ENGINE + "test_admission"),
     ("hybrid manager disabled (`--disable-hybrid-kv-cache-manager`)", _full(),
      _ENGINE + "test_one_type_of_attention"),
+    ("structured output", _full(), _FEATURES + "test_structured_output"),
     ("requests that end or are aborted at any point", _full(),
      _ORACLE + "test_abort_at_every_point"),
 ]  # fmt: skip

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What else a server does, on the real engine with the fork off and on."""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from support.engine import EnginePair, EngineProcess, EngineResult, Round, assert_same_outputs
+from support.engine_prompts import prompts
+from support.lora import write_adapter
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+
+@contextmanager
+def subscriber(endpoint: str) -> Iterator[list[tuple[int, KVEventBatch]]]:
+    """What a subscriber to an engine's KV cache events receives: sequence numbers and batches."""
+    received: list[tuple[int, KVEventBatch]] = []
+    decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVTIMEO, 200)
+    socket.subscribe(b"")
+    socket.connect(endpoint)
+    done = threading.Event()
+
+    def receive() -> None:
+        # Until nothing has come for a while after the engine has ended.
+        while True:
+            try:
+                _, sequence, payload = socket.recv_multipart()
+            except zmq.Again:
+                if done.is_set():
+                    return
+                continue
+            received.append((int.from_bytes(sequence, "big"), decode(payload)))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        yield received
+    finally:
+        done.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+def published(engine: EngineProcess, model: Path, endpoint: str) -> tuple[EngineResult, list[Any]]:
+    """A run with repeated prompts and evictions, and the events that came over the wire."""
+    batches = [prompts([310, 130, 200, 90], seed=seed) for seed in (3, 3, 4, 5, 3)]
+    with subscriber(endpoint) as received:
+        result = engine.run(
+            model,
+            [Round(batch, max_tokens=20) for batch in batches],
+            max_model_len=512,
+            num_gpu_blocks_override=120,
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": endpoint,
+            },
+        )
+    assert [number for number, _ in received] == list(range(len(received)))
+    return result, [event for _, batch in received for event in batch.events]
+
+
+def test_kv_cache_events_over_zmq(engines: EnginePair, tiny_gemma3: Path, tmp_path: Path) -> None:
+    """A subscriber sees what was published, and the same from both managers."""
+    base, of_base = published(engines.base, tiny_gemma3, f"ipc://{tmp_path}/base")
+    fork, of_fork = published(engines.fork, tiny_gemma3, f"ipc://{tmp_path}/fork")
+
+    assert fork.fork_is_active and not base.fork_is_active
+    assert_same_outputs(base, fork)
+    assert len(of_fork) > 100
+    assert list(map(repr, of_fork)) == fork.events
+    assert sorted(map(repr, of_fork)) == sorted(map(repr, of_base))
+    # Each but the first block of a prompt names the block before it, which came before.
+    stored = [event for event in of_fork if isinstance(event, BlockStored)]
+    hashes: set[Any] = set()
+    for event in stored:
+        assert event.parent_block_hash is None or event.parent_block_hash in hashes
+        hashes.update(event.block_hashes)
+    assert sum(event.parent_block_hash is not None for event in stored) > 10
+    assert {event.group_idx for event in stored} == set(range(fork.num_groups))
+    assert any(isinstance(event, BlockRemoved) for event in of_fork)
+
+
+def test_structured_output(engines: EnginePair, tiny_gemma3: Path) -> None:
+    pattern = "(yes|no)(, (yes|no)){3}"
+    base, fork = engines.run(
+        tiny_gemma3,
+        [
+            Round(
+                ["The first one", "Something else entirely"] * 2,
+                max_tokens=24,
+                sampling={"structured_outputs": {"regex": pattern}, "ignore_eos": False},
+            )
+        ]
+        * 2,
+    )
+
+    assert_same_outputs(base, fork)
+    for again in fork.rounds:
+        for text in again.each("text"):
+            assert re.fullmatch(pattern, text)
+
+
+def test_adapters(engines: EnginePair, tiny_gemma3: Path, tmp_path: Path) -> None:
+    """Two LoRA adapters and none, in turn: each hits only what it has computed itself."""
+    first, second = (
+        str(write_adapter(tmp_path / name, tiny_gemma3, seed))
+        for seed, name in enumerate(("first", "second"))
+    )
+    batch = prompts([310, 130, 200], seed=4)
+    base, fork = engines.run(
+        tiny_gemma3,
+        [Round(batch, max_tokens=12, lora=lora) for lora in (first, second, None) * 2],
+        enable_lora=True,
+        max_lora_rank=8,
+    )
+
+    assert_same_outputs(base, fork)
+    outputs = [again.token_ids for again in fork.rounds]
+    assert outputs[:3] == outputs[3:]
+    assert outputs[0] != outputs[1] != outputs[2] != outputs[0]
+    for before, after in zip(fork.rounds[:3], fork.rounds[3:], strict=True):
+        assert sum(before.num_cached_tokens) == 0
+        assert min(after.num_cached_tokens) >= 96
