@@ -243,6 +243,7 @@ class KVCacheManager(KVCacheQueries):
         if blocks.next_cached and request.status in NEWCOMERS:
             # It kept its blocks, and comes back with the next input of a streaming session.
             coordinator.take_up_caching(blocks, request.num_computed_tokens)
+            self._next_event.pop(request.request_id, None)
         num_computed = request.num_computed_tokens + num_new_computed_tokens
         # Free blocks that are not there to be allocated.
         num_kept = reserved_blocks
