@@ -5,10 +5,7 @@ Engines with n-gram drafting have processes of their own: after it, base cannot 
 in the same one (its search for kernels trips over a module that came with Numba).
 """
 
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 import checkpoints
 from support import drafters
@@ -40,18 +37,13 @@ def assert_drafts_were_judged(result: EngineResult) -> None:
     assert 0 < accepted < result.total("spec_decode_num_draft_tokens")
 
 
-@pytest.mark.parametrize(
-    ("model", "num_blocks"),
-    [(checkpoints.tiny_llama, 18), (checkpoints.tiny_gemma3, 48)],
-    ids=["llama", "gemma3"],
-)
-def test_ngram(model: Callable[[], Path], num_blocks: int) -> None:
+def test_ngram(tiny_gemma3: Path) -> None:
     with engine_pair() as engines:
         base, fork = engines.run(
-            model(),
+            tiny_gemma3,
             rounds(),
             speculative_config=NGRAM,
-            num_gpu_blocks_override=num_blocks,
+            num_gpu_blocks_override=48,
             max_model_len=512,
             max_num_batched_tokens=64,
         )
