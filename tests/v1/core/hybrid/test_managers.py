@@ -4,6 +4,7 @@
 import pytest
 
 from support.kv_configs import AttentionKind, KVSetup, chunked, full, mamba, mla, sliding
+from support.prefix_hits import HASHES, cache, cache_states, hit_pattern
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
@@ -16,42 +17,11 @@ from vllm.v1.core.hybrid.coordinators import (
     create_coordinator,
 )
 from vllm.v1.core.hybrid.settings import CacheSettings
-from vllm.v1.core.kv_cache_utils import BlockHash
-
-HASHES = [BlockHash(bytes([i])) for i in range(64)]
 
 
 def make_coordinator(*kinds: AttentionKind, **changes: object) -> KVCacheCoordinator:
     setup = KVSetup(kinds=kinds, num_blocks=1000, **changes)  # type: ignore[arg-type]
     return setup.build(KVCacheManager).coordinator
-
-
-def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
-    """Put the blocks with these indices in the prefix cache, evictable."""
-    pool = coordinator.block_pool
-    table = pool.new_table(type_id)
-    pool.allocate((table,), (max(indices) + 1) * coordinator.managers[type_id].block_size)
-    for i in indices:
-        table.cache(i, i + 1, HASHES)
-    table.free()
-
-
-def cache_states(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
-    """The same for a type with states, of which a step leaves one behind, in its last block."""
-    pool = coordinator.block_pool
-    for i in indices:
-        table = pool.new_table(type_id)
-        pool.allocate((table,), (i + 1) * coordinator.managers[type_id].block_size)
-        table.cache(i, i + 1, HASHES)
-        table.free()
-
-
-def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:
-    """The hit's length, and per type its blocks: x for a block, . for the null block."""
-    hit = coordinator.find_hit(HASHES, max_tokens)
-    return hit.num_tokens, [
-        "".join("." if block.is_null else "x" for block in blocks) for blocks in hit.blocks
-    ]
 
 
 @pytest.mark.parametrize("kind", [full(16), mla(16)])

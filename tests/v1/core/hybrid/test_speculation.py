@@ -6,39 +6,20 @@ from dataclasses import replace
 import pytest
 
 from support.kv_configs import AttentionKind, KVSetup, full, sliding
+from support.prefix_hits import cache, hit_pattern
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
-from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
-HASHES = [BlockHash(bytes([i])) for i in range(64)]
 GEMMA = (full(16), sliding(33, 16, 5))
 
 
 def make_coordinator(*kinds: AttentionKind, **changes: object) -> KVCacheCoordinator:
     setup = KVSetup(kinds, 1000, **({"use_eagle": True} | changes))  # type: ignore[arg-type]
     return setup.build(KVCacheManager).coordinator
-
-
-def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
-    """Put the blocks with these indices in the prefix cache, evictable."""
-    pool = coordinator.block_pool
-    table = pool.new_table(type_id)
-    pool.allocate((table,), (max(indices) + 1) * coordinator.managers[type_id].block_size)
-    for i in indices:
-        table.cache(i, i + 1, HASHES)
-    table.free()
-
-
-def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:
-    """The hit's length, and per type its blocks: x for a block, . for the null block."""
-    hit = coordinator.find_hit(HASHES, max_tokens)
-    return hit.num_tokens, [
-        "".join("." if block.is_null else "x" for block in blocks) for blocks in hit.blocks
-    ]
 
 
 # ------------------------------------------------------------------------------------ types

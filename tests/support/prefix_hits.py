@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills a coordinator's prefix cache by hand, and draws what is hit of it."""
+
+from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+#: Of the blocks of a prompt, in order.
+HASHES = [BlockHash(bytes([i])) for i in range(64)]
+
+
+def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
+    """Put the blocks with these indices in the prefix cache, evictable."""
+    pool = coordinator.block_pool
+    table = pool.new_table(type_id)
+    pool.allocate((table,), (max(indices) + 1) * coordinator.managers[type_id].block_size)
+    for i in indices:
+        table.cache(i, i + 1, HASHES)
+    table.free()
+
+
+def cache_states(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
+    """The same for a type with states, of which a step leaves one behind, in its last block."""
+    pool = coordinator.block_pool
+    for i in indices:
+        table = pool.new_table(type_id)
+        pool.allocate((table,), (i + 1) * coordinator.managers[type_id].block_size)
+        table.cache(i, i + 1, HASHES)
+        table.free()
+
+
+def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:
+    """The hit's length, and per type its blocks: x for a block, . for the null block."""
+    hit = coordinator.find_hit(HASHES, max_tokens)
+    return hit.num_tokens, [
+        "".join("." if block.is_null else "x" for block in blocks) for blocks in hit.blocks
+    ]
