@@ -346,8 +346,8 @@ def reason_for(vllm_config: VllmConfig) -> str | None:
         ({"tensor_parallel_size": 2}, None),
         ({"enable_prefix_caching": False}, None),
         (
-            {"kv_transfer_config": KVTransferConfig("OffloadingConnector", kv_role="kv_both")},
-            "KV connector OffloadingConnector",
+            {"kv_transfer_config": KVTransferConfig("LMCacheConnectorV1", kv_role="kv_both")},
+            "KV connector LMCacheConnectorV1",
         ),
         ({"kv_cache_metrics": True}, "KV cache residency metrics"),
     ],

@@ -331,18 +331,10 @@ def test_mixed_precision_caches_have_their_new_blocks_zeroed():
         manager.record_blocks_for_zeroing("r", 8)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_new_tokens": 0}, "num_new_tokens is 0"),
-        ({"num_external_computed_tokens": 16}, "num_external_computed_tokens is 16"),
-    ],
-)
-def test_wrong_calls_raise_and_change_nothing(changes, message):
+def test_a_call_with_nothing_to_do_raises_and_changes_nothing():
     manager = make_manager()
-    req = request("r", (1, 80))
-    with pytest.raises(ValueError, match=message):
-        manager.allocate_slots(**({"request": req, "num_new_tokens": 16} | changes))
+    with pytest.raises(ValueError, match="num_new_tokens is 0; without computed tokens"):
+        manager.allocate_slots(request("r", (1, 80)), 0)
     manager.check_integrity()
     assert manager.usage == 0
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,24 @@ _COVERED_SPECULATION = {
 }
 
 
+#: KV connectors of base that know of a request's blocks no more than their ids and whether
+#: they are in the prefix cache. Others reach into base's block pool (SimpleCPUOffloadConnector,
+#: MooncakeStoreConnector, HiSparseConnector), or give the blocks to a library of their own.
+_COVERED_CONNECTORS = {
+    "DecodeBenchConnector",
+    "ExampleConnector",
+    "HF3FSKVConnector",
+    "LMCacheMPConnector",
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "MultiConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "OffloadingConnector",
+}
+
+
 @dataclass(frozen=True)
 class EngineFacts:
     """What decides whether the fork can serve an engine.
@@ -111,7 +129,32 @@ def _kv_connector(facts: EngineFacts) -> str | None:
     config = None if facts.vllm_config is None else facts.vllm_config.kv_transfer_config
     if config is None:
         return None
-    return f"KV connector {config.kv_connector}" if config.kv_connector else "a KV connector"
+    reason = _named_connector(
+        config.kv_connector, config.kv_connector_module_path, config.kv_connector_extra_config
+    )
+    groups = facts.kv_cache_config.kv_cache_groups
+    if reason is None and any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+        # A load brings the state at its end, which is not at the end of a block here.
+        return f"Mamba with KV connector {config.kv_connector}"
+    return reason
+
+
+def _named_connector(
+    name: str | None, module_path: str | None, options: Mapping[str, Any]
+) -> str | None:
+    if name is None:
+        return "a KV connector"
+    if module_path is not None or name not in _COVERED_CONNECTORS:
+        return f"KV connector {name}"
+    for child in options.get("connectors", ()) if name == "MultiConnector" else ():
+        reason = _named_connector(
+            child.get("kv_connector"),
+            child.get("kv_connector_module_path"),
+            child.get("kv_connector_extra_config", {}),
+        )
+        if reason is not None:
+            return f"{reason} (in a MultiConnector)"
+    return None
 
 
 def _context_parallelism(facts: EngineFacts) -> str | None:

@@ -39,6 +39,9 @@ def create_kv_cache_manager(*args: Any, **kwargs: Any) -> KVCacheManager | BaseK
         logger.info("Hybrid KV cache: using base vLLM's manager, because %s", reason)
         return BaseKVCacheManager(*args, **kwargs)
     manager = KVCacheManager(*args, **kwargs)
+    manager.serves_connector = (
+        vllm_config is not None and vllm_config.kv_transfer_config is not None
+    )
     manager.verify_every_step = HybridKVOptions.from_vllm_config(vllm_config).check_integrity
     logger.info("Hybrid KV cache: active, %s", describe(manager.attention_types))
     return manager

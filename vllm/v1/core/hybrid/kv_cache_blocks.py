@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 from vllm.v1.core.hybrid._core import BlockList
 from vllm.v1.core.hybrid.attention_type import AttentionType
@@ -32,15 +32,20 @@ class KVCacheBlocks:
     once a block has been given to others its ids raise ValueError.
     """
 
-    __slots__ = ("blocks", "layout")
+    __slots__ = ("by_type", "layout")
 
-    def __init__(self, blocks: BlocksByType, layout: GroupLayout) -> None:
-        self.blocks = blocks
+    def __init__(self, by_type: BlocksByType, layout: GroupLayout) -> None:
+        self.by_type = by_type
         self.layout = layout
 
+    @property
+    def blocks(self) -> BlocksByType:
+        """Per attention type, its blocks in token order."""
+        return self.by_type
+
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
-        return KVCacheBlocks(
-            tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True)), self.layout
+        return type(self)(
+            tuple(a + b for a, b in zip(self.by_type, other.by_type, strict=True)), self.layout
         )
 
     @overload
@@ -61,14 +66,14 @@ class KVCacheBlocks:
         ``group_ids`` selects groups; with ``allow_none``, None instead of only empty lists.
         """
         # First the common case: most steps of most requests bring nothing new.
-        if allow_none and not any(map(len, self.blocks)):
+        if allow_none and not any(map(len, self.by_type)):
             return None
         layout = self.layout
         if group_ids is not None:
             layout = tuple(layout[i] for i in group_ids)
-            if allow_none and not any(len(self.blocks[type_id]) for type_id, _ in layout):
+            if allow_none and not any(len(self.by_type[type_id]) for type_id, _ in layout):
                 return None
-        ids = {type_id: self.blocks[type_id].block_ids() for type_id in {t for t, _ in layout}}
+        ids = {type_id: self.by_type[type_id].block_ids() for type_id in {t for t, _ in layout}}
         return tuple([ids[type_id][place] for type_id, place in layout])
 
     def get_unhashed_block_ids(self) -> list[int]:
@@ -79,14 +84,14 @@ class KVCacheBlocks:
         """
         if len(self.layout) != 1:
             raise ValueError(f"needs exactly one KV cache group, the model has {len(self.layout)}")
-        return [block.block_ids[0] for block in self.blocks[0] if block.block_hash is None]
+        return [block.block_ids[0] for block in self.by_type[0] if block.block_hash is None]
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
         """Per group, ids of the blocks that are not in the prefix cache, without null blocks."""
         return [
             [
                 block.block_ids[place]
-                for block in self.blocks[type_id]
+                for block in self.by_type[type_id]
                 if block.block_hash is None and not block.is_null
             ]
             for type_id, place in self.layout
@@ -94,4 +99,30 @@ class KVCacheBlocks:
 
     def new_empty(self) -> KVCacheBlocks:
         """The same layout without blocks."""
-        return KVCacheBlocks(tuple(blocks.truncated(0) for blocks in self.blocks), self.layout)
+        return type(self)(tuple(blocks.truncated(0) for blocks in self.by_type), self.layout)
+
+
+class PhysicalBlock(NamedTuple):
+    """What a KV connector reads of a block of one KV cache group."""
+
+    block_id: int
+    #: Whether it is in the prefix cache, and so holds what its request has computed before.
+    block_hash: bytes | None
+    is_null: bool
+
+
+class KVCacheBlocksByGroup(KVCacheBlocks):
+    """The blocks of one request as KV connectors know them: ``blocks[group][i]``, as in base."""
+
+    __slots__ = ()
+
+    @property
+    def blocks(self) -> tuple[list[PhysicalBlock], ...]:  # type: ignore[override]
+        """Per KV cache group, its blocks in token order; made anew each time."""
+        return tuple(
+            [
+                PhysicalBlock(block.block_ids[place], block.block_hash, block.is_null)
+                for block in self.by_type[type_id]
+            ]
+            for type_id, place in self.layout
+        )

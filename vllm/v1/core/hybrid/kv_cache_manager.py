@@ -2,6 +2,7 @@
 """The scheduler's view of the KV cache, with the contract of base vLLM 0.32's manager."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vllm.v1.core.hybrid._core import (
     GroupedKVCacheBlock,
@@ -27,6 +28,19 @@ from vllm.v1.request import Request, RequestStatus
 
 #: Requests that ask to be admitted, and so must leave the watermark free.
 NEWCOMERS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+@dataclass(slots=True)
+class _Occasion:
+    """What a step is told beyond its tokens, where it is more than a running request's next."""
+
+    blocks: RequestBlocks
+    num_computed: int
+    #: Free blocks that are left alone.
+    num_kept: int = 0
+    num_encoder_tokens: int = 0
+    delay_cache_blocks: bool = False
+    skip_zeroing_group_ids: tuple[int, ...] = ()
 
 
 class KVCacheManager(KVCacheQueries):
@@ -84,6 +98,8 @@ class KVCacheManager(KVCacheQueries):
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        #: Whether a KV connector is served, which looks at the blocks of each group.
+        self.serves_connector = False
         #: Whether `new_step_starts` verifies all bookkeeping: slow, for debugging.
         self.verify_every_step = False
 
@@ -204,7 +220,7 @@ class KVCacheManager(KVCacheQueries):
     ) -> KVCacheBlocks | None:
         """Give a request slots for the tokens of the next step.
 
-        | computed | new_computed (hit, adopted here) | new (computed next) | lookahead |
+        | computed | new_computed (hit, adopted here) | external | new (computed next) | lookahead |
 
         Args:
             request: The request; ``num_computed_tokens`` of it are computed.
@@ -212,29 +228,28 @@ class KVCacheManager(KVCacheQueries):
             num_new_computed_tokens: Tokens of the prefix hit; 0 for a running request.
             new_computed_blocks: The hit's blocks, as `get_computed_blocks` returned them.
             num_lookahead_tokens: Slots beyond the new tokens.
-            num_external_computed_tokens: Must be 0: KV connectors are not covered.
+            num_external_computed_tokens: Tokens after the hit that a KV connector loads, into
+                blocks that they get here.
             delay_cache_blocks: Leave caching to a later `cache_blocks` call.
             num_encoder_tokens: Slots for what the encoder computes in the step, in cross
                 attention; 0 from the next step on.
             full_sequence_must_fit: Admit only if all of the request's tokens would fit.
             reserved_blocks: Physical blocks to leave free for others.
             has_scheduled_reqs: Whether others run: then the watermark counts for newcomers.
-            skip_zeroing_group_ids: Of KV connectors; nothing to skip without them.
+            skip_zeroing_group_ids: KV cache groups whose new blocks a load fills after this
+                step, so that they must not be zeroed.
 
         Returns:
             The newly allocated blocks, hits not included; None, with nothing allocated, if
             there are too few free blocks.
 
         Raises:
-            ValueError: if there is nothing to do, or for what is not covered.
+            ValueError: if there is nothing to do.
         """
-        if num_external_computed_tokens:
+        num_adopted = num_new_computed_tokens + num_external_computed_tokens
+        if num_new_tokens <= 0 and num_adopted <= 0:
             raise ValueError(
-                f"num_external_computed_tokens is {num_external_computed_tokens}; accepted is 0"
-            )
-        if num_new_tokens <= 0 and num_new_computed_tokens <= 0:
-            raise ValueError(
-                f"num_new_tokens is {num_new_tokens}; without a prefix hit to adopt, "
+                f"num_new_tokens is {num_new_tokens}; without computed tokens to adopt, "
                 "accepted are values of 1 and above"
             )
 
@@ -244,19 +259,21 @@ class KVCacheManager(KVCacheQueries):
             # It kept its blocks, and comes back with the next input of a streaming session.
             coordinator.take_up_caching(blocks, request.num_computed_tokens)
             self._next_event.pop(request.request_id, None)
-        num_computed = request.num_computed_tokens + num_new_computed_tokens
+        num_computed = min(request.num_computed_tokens + num_adopted, self.max_model_len)
         # Free blocks that are not there to be allocated.
         num_kept = reserved_blocks
         if self.watermark_blocks and has_scheduled_reqs and request.status in NEWCOMERS:
             num_kept += self.watermark_blocks
 
-        if full_sequence_must_fit or num_new_computed_tokens:
+        if full_sequence_must_fit or num_adopted:
             hits = coordinator.no_blocks
             if new_computed_blocks is not None:
-                hits = new_computed_blocks.blocks
+                hits = new_computed_blocks.by_type
             if not coordinator.is_usable(hits):
                 return None
-            num_skipped = coordinator.num_skipped_blocks(num_computed)
+            # The last token is computed even where all are loaded, and reads the window before it.
+            num_read_from = min(num_computed, request.num_tokens - 1)
+            num_skipped = coordinator.num_skipped_blocks(num_read_from)
             num_step = num_computed + num_new_tokens + num_lookahead_tokens
             num_all = request.num_tokens if full_sequence_must_fit else 0
             num_free = pool.get_num_free_blocks() - num_kept
@@ -273,18 +290,21 @@ class KVCacheManager(KVCacheQueries):
                 states = coordinator.num_states(num_computed, num_all, request)
                 if not self._fits(num_free, num_all, *need, num_states=states, recycled=True):
                     return None
-            if num_new_computed_tokens:
+            if num_adopted:
                 # All types before any allocates: that must not evict another type's hit.
                 pool.adopt(blocks.tables, hits, num_skipped)
         return self._advance(
             request,
             num_new_tokens,
             num_lookahead_tokens,
-            num_computed,
-            blocks,
-            num_kept,
-            delay_cache_blocks,
-            num_encoder_tokens,
+            _Occasion(
+                blocks,
+                num_computed,
+                num_kept,
+                num_encoder_tokens,
+                delay_cache_blocks,
+                skip_zeroing_group_ids,
+            ),
         )
 
     def _fits(
@@ -314,24 +334,21 @@ class KVCacheManager(KVCacheQueries):
         request: Request,
         num_new_tokens: int,
         num_lookahead_tokens: int = 0,
-        num_computed: int | None = None,
-        blocks: RequestBlocks | None = None,
-        num_kept: int = 0,
-        delay_cache_blocks: bool = False,
-        num_encoder_tokens: int = 0,
+        occasion: _Occasion | None = None,
     ) -> KVCacheBlocks | None:
         """What every step of a request does: release, allocate, cache, as far as each is due.
 
-        For a running request the gate calls it. ``num_kept`` free blocks are left alone.
+        For a running request the gate calls it.
         """
         coordinator = self.coordinator
-        if blocks is None:
+        if occasion is None:
             blocks = coordinator.requests[request.request_id]
-        if num_computed is None:
-            num_computed = request.num_computed_tokens
+            occasion = _Occasion(blocks, request.num_computed_tokens)
+        blocks, num_computed, num_kept = occasion.blocks, occasion.num_computed, occasion.num_kept
         # First, since it makes room. Steps in flight still read what is below their tokens.
+        # A load reads nothing.
         num_processed = num_computed - request.num_in_flight_tokens
-        if num_processed >= blocks.next_released:
+        if num_processed >= blocks.next_released and num_new_tokens:
             coordinator.release_skipped(blocks, num_processed)
 
         num_final = num_computed + num_new_tokens
@@ -339,17 +356,24 @@ class KVCacheManager(KVCacheQueries):
         if num_tokens > self.max_model_len:
             num_tokens = self.max_model_len
         new_blocks = self.empty_kv_cache_blocks
-        if num_tokens >= blocks.next_slots or num_encoder_tokens:
+        if num_tokens >= blocks.next_slots or occasion.num_encoder_tokens:
             num_states = coordinator.num_states(num_computed, num_final, request)
             allocated = coordinator.allocate(
-                request.request_id, blocks, num_tokens, num_kept, num_states, num_encoder_tokens
+                request.request_id,
+                blocks,
+                num_tokens,
+                num_kept,
+                num_states,
+                occasion.num_encoder_tokens,
             )
             if allocated is None:
                 return None
+            if coordinator.records_new_blocks:
+                coordinator.record_new(allocated, occasion.skip_zeroing_group_ids)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
         elif num_kept and num_kept > self.block_pool.get_num_free_blocks():
             return None
-        if delay_cache_blocks:
+        if occasion.delay_cache_blocks:
             return new_blocks
 
         if num_final >= blocks.next_cached:

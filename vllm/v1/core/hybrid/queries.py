@@ -5,7 +5,12 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
-from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, GroupLayout, KVCacheBlocks
+from vllm.v1.core.hybrid.kv_cache_blocks import (
+    BlocksByType,
+    GroupLayout,
+    KVCacheBlocks,
+    KVCacheBlocksByGroup,
+)
 from vllm.v1.core.hybrid.left_to_base import LeftToBase
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
@@ -20,13 +25,17 @@ class KVCacheQueries(LeftToBase):
     enable_caching: bool
     num_kv_cache_groups: int
     prefix_cache_stats: PrefixCacheStats | None
+    serves_connector: bool
     _group_layout: GroupLayout
 
     # Blocks
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks of a request; none for an unknown one."""
-        return self._kv_cache_blocks(self.coordinator.get_blocks(request_id))
+        """All blocks of a request, as KV connectors see them if there is one; maybe none."""
+        blocks = self.coordinator.get_blocks(request_id)
+        if self.serves_connector:
+            return KVCacheBlocksByGroup(blocks, self._group_layout)
+        return self._kv_cache_blocks(blocks)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Physical ids of a request's blocks, one list per KV cache group."""
@@ -72,7 +81,7 @@ class KVCacheQueries(LeftToBase):
             ValueError: if the count ends inside a block or beyond the lookup's hit.
         """
         cut = []
-        for manager, type_blocks in zip(self.coordinator.managers, blocks.blocks, strict=True):
+        for manager, type_blocks in zip(self.coordinator.managers, blocks.by_type, strict=True):
             num_blocks, rest = divmod(num_computed_tokens, manager.block_size)
             if rest or num_blocks > len(type_blocks):
                 raise ValueError(

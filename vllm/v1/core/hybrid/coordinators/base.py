@@ -104,7 +104,8 @@ class KVCacheCoordinator(ABC):
         self._none_skipped = (0,) * len(self.managers)
         self._releasing = tuple(m for m in self.managers if m.releases)
         self._with_states = tuple(m for m in self.managers if isinstance(m, MambaManager))
-        self._records_new_blocks = any(m.records_new_block_ids for m in self.managers)
+        #: Whether the model needs new blocks zeroed.
+        self.records_new_blocks = any(m.records_new_block_ids for m in self.managers)
 
     @abstractmethod
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Hit:
@@ -227,10 +228,12 @@ class KVCacheCoordinator(ABC):
         self.requests[request_id] = blocks
         # Or sooner, if block sizes do not divide each other; then there is nothing to do yet.
         blocks.next_slots = -(-num_tokens // self._slots_unit) * self._slots_unit + 1
-        if self._records_new_blocks:
-            for manager, new in zip(self._growing, new_blocks, strict=True):
-                manager.record_new(new)
         return new_blocks
+
+    def record_new(self, new_blocks: BlocksByType, skip_group_ids: Sequence[int] = ()) -> None:
+        """Have new blocks zeroed, but for those of some KV cache groups."""
+        for manager, new in zip(self.managers, new_blocks, strict=True):
+            manager.record_new(new, skip_group_ids)
 
     def release_skipped(self, blocks: RequestBlocks, num_processed_tokens: int) -> None:
         """Release what no query after ``num_processed_tokens`` attends to."""

@@ -82,8 +82,6 @@ class EncoderDecoderKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             taken = self.block_pool.allocate(self._encoder_tables(blocks), num_encoder_tokens)
             assert taken is not None
             encoder = taken
-            for manager, new in zip(self._encoder, encoder, strict=True):
-                manager.record_new(new)
         new_blocks = list(self.no_blocks)
         for manager, new in zip(self._growing + self._encoder, grown + encoder, strict=True):
             new_blocks[manager.type_id] = new

@@ -201,11 +201,13 @@ class SingleTypeKVCacheManager(ABC):
             )
         self.record_new(table.blocks(min(start_token // self.block_size, len(table))))
 
-    def record_new(self, blocks: BlockList) -> None:
-        """Have newly allocated blocks zeroed, if the model needs that."""
-        if self.records_new_block_ids:
-            for block in blocks:
-                self._new_block_ids.extend(block.block_ids)
+    def record_new(self, blocks: BlockList, skip_group_ids: Sequence[int] = ()) -> None:
+        """Have newly allocated blocks zeroed, if the model needs that; some groups' left out."""
+        if not self.records_new_block_ids:
+            return
+        for group_id, ids in zip(self.attention_type.group_ids, blocks.block_ids(), strict=True):
+            if group_id not in skip_group_ids:
+                self._new_block_ids += ids
 
     def check_integrity(self, request_id: str, table: BlockTable) -> None:
         """Raise AssertionError if a request's block table breaks an invariant."""
