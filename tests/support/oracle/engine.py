@@ -26,6 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
+from .connector import SimulatedConnector
 from .engine_config import (
     OracleSettings,
     make_vllm_config,
@@ -122,6 +123,13 @@ class OracleEngine:
         self.scheduler.is_encoder_decoder = is_encoder_decoder
         self.scheduler.max_num_encoder_input_tokens = _ENCODER_CACHE_SIZE
         self.manager = self.scheduler.kv_cache_manager
+        self.connector: SimulatedConnector | None = None
+        if settings.connector is not None:
+            # As the factory has the fork's manager know of a connector, and as base's
+            # configuration finds that steps overlap.
+            self.manager.serves_connector = True
+            self.connector = self.scheduler.connector
+            self.scheduler.defer_block_free = settings.steps_in_flight > 0
         self.worker = SimulatedWorker(
             kv_cache_config,
             max_num_seqs=settings.max_num_seqs,
@@ -132,6 +140,7 @@ class OracleEngine:
             num_lookahead_tokens=settings.num_slots_ahead,
             model_runner_v2=settings.model_runner_v2,
             draft_depth=settings.draft_depth,
+            has_connector=self.connector is not None,
         )
         self.submissions: dict[str, Submission] = {}
         self.num_schedules = 0
@@ -252,7 +261,7 @@ class OracleEngine:
         self._in_flight.append(step)
         if self.settings.run_early:
             self.worker.run(step)
-        idle = not step.requests and len(self._in_flight) == 1
+        idle = not step.requests and len(self._in_flight) == 1 and not self._transfers()
         self._idle_steps = self._idle_steps + 1 if idle else 0
         return bool(step.requests)
 
@@ -284,9 +293,17 @@ class OracleEngine:
         else:
             raise OutcomeFault(f"{self._unfinished()} are not done after {max_steps} steps")
         # One more empty step tells the worker which requests have ended.
-        if self.scheduler.has_requests():
+        while self.scheduler.has_requests():
             self.step()
+            if not self._transfers():
+                break
         self.check_outcome()
+
+    def _transfers(self) -> bool:
+        """Whether a KV connector has something under way."""
+        if self.connector is None or self.worker.connector is None:
+            return False
+        return self.connector.is_busy or self.worker.connector.is_busy
 
     # Outcome
 

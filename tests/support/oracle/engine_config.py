@@ -13,6 +13,7 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeCo
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
+from .connector import ConnectorSettings
 from .short_repr import ShortRepr
 
 _MODEL = {
@@ -59,6 +60,7 @@ class OracleSettings(ShortRepr):
     #: Whether a step runs as soon as it is scheduled, or only when its output is due.
     run_early: bool = False
     log_stats: bool = False
+    connector: ConnectorSettings | None = None
 
     @property
     def num_slots_ahead(self) -> int:
@@ -120,6 +122,8 @@ def make_vllm_config(
     config.cache_config.block_size = block_size
     config.cache_config.enable_prefix_caching = settings.enable_prefix_caching
     config.cache_config.num_gpu_blocks = num_blocks
+    if settings.connector is not None:
+        config.kv_transfer_config = settings.connector.transfer_config()
     if settings.num_spec_tokens:
         config.speculative_config = SpeculativeConfig(
             method="ngram",

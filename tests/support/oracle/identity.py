@@ -78,6 +78,17 @@ class PrefixIdentity:
         return inputs
 
 
+def prefix_sums(tokens: Sequence[int], identity: PrefixIdentity) -> np.ndarray:
+    """Per position, the sum of the prefix that ends there, without the seed."""
+    inputs = identity.with_mm_items(np.array(tokens, dtype=np.int64))
+    return np.cumsum(token_terms(inputs, np.arange(len(tokens))))
+
+
+def prefix_identities(tokens: Sequence[int], identity: PrefixIdentity) -> np.ndarray:
+    """Per position, the identity of the prefix that ends there."""
+    return mix(np.uint64(identity.seed) + prefix_sums(tokens, identity))
+
+
 def _mix_int(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .identity import PrefixIdentity, mix, sample_tokens, token_terms
+from .identity import PrefixIdentity, mix, prefix_sums, sample_tokens, token_terms
 
 
 class Sequences:
@@ -30,9 +30,8 @@ class Sequences:
     def start(self, row: int, tokens: Sequence[int], identity: PrefixIdentity) -> None:
         """Put a sequence of known tokens into a row."""
         length = len(tokens)
-        inputs = identity.with_mm_items(np.array(tokens, dtype=np.int64))
         self._seeds[row] = identity.seed
-        self._sums[row, :length] = np.cumsum(token_terms(inputs, np.arange(length)))
+        self._sums[row, :length] = prefix_sums(tokens, identity)
         self.identities[row, :length] = mix(self._seeds[row, None] + self._sums[row, :length])
         self.known[row] = length
 

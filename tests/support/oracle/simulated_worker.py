@@ -16,6 +16,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from .attention import Attention
 from .block_tables import BlockTables
+from .connector import ConnectorWorker, Transfers
 from .drafter import Drafter, draft_group_ids
 from .faults import ProtocolFault
 from .identity import PrefixIdentity
@@ -40,6 +41,7 @@ class SimulatedWorker:
         num_lookahead_tokens: Slots that must exist beyond a step's tokens.
         model_runner_v2: Follow the second model runner: resumed requests arrive as new.
         draft_depth: Tokens after a position that its KV in draft layers depends on.
+        has_connector: Whether steps bring transfers of a KV connector.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SimulatedWorker:
         num_lookahead_tokens: int = 0,
         model_runner_v2: bool = False,
         draft_depth: int = 0,
+        has_connector: bool = False,
     ) -> None:
         self.num_spec_tokens = num_spec_tokens
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -85,6 +88,11 @@ class SimulatedWorker:
         self.num_drafts_rejected = 0
 
         self._identities: dict[str, PrefixIdentity] = {}
+        self.connector: ConnectorWorker | None = None
+        if has_connector:
+            self.connector = ConnectorWorker(
+                self.tables, self.attention.memory, self.attention.names, self._identities
+            )
         self._encoder_lengths: dict[str, int] = {}
         self._states: dict[str, RequestState] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -109,6 +117,9 @@ class SimulatedWorker:
             for step in self._unsettled:
                 step.abandoned.add(req_id)
 
+        if self.connector is not None:
+            assert isinstance(scheduled.kv_connector_metadata, Transfers)
+            self.connector.begin(scheduled.kv_connector_metadata)
         starts: dict[str, int] = {}
         handed_out: list[np.ndarray] = []
         for new in scheduled.scheduled_new_reqs:
@@ -194,17 +205,18 @@ class SimulatedWorker:
     ) -> list[np.ndarray]:
         """Start or restart a request; returns its blocks that are not prefix hits."""
         self._drop(req_id, retired)
-        state = RequestState(
-            req_id, self._free_rows.pop(), len(self.attention.names), block_ids, num_computed
-        )
-        self.attention.names.append(req_id)
+        load = self.connector.take_load(req_id) if self.connector is not None else None
+        serial = len(self.attention.names) if load is None else load.serial
+        state = RequestState(req_id, self._free_rows.pop(), serial, block_ids, num_computed)
+        if load is None:
+            self.attention.names.append(req_id)
         self._states[req_id] = state
         self.sequences.start(state.row, tokens, self._identities[req_id])
         state.encoder_length = self._encoder_lengths[req_id]
         self.encoder_states.start(
             state.row, range(state.encoder_length), PrefixIdentity(f"encoder input of {req_id}")
         )
-        self.tokens_from_cache += num_computed
+        self.tokens_from_cache += num_computed if load is None else load.span.start
         ids_by_type = self.tables.replace(state.row, block_ids)
         return self._filled(
             [
@@ -270,6 +282,9 @@ class SimulatedWorker:
             raise NotImplementedError("copies of partly hit blocks are not simulated")
         if step.scheduled.new_block_ids_to_zero:
             self.attention.memory.erase(step.scheduled.new_block_ids_to_zero)
+        if self.connector is not None:
+            assert isinstance(step.scheduled.kv_connector_metadata, Transfers)
+            self.connector.reach(step.scheduled.kv_connector_metadata)
         sampled: list[list[int]] = []
         if step.requests:
             if self._speculates or step.scheduled.scheduled_spec_decode_tokens:
@@ -289,6 +304,7 @@ class SimulatedWorker:
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
+            kv_connector_output=self.connector.finish() if self.connector is not None else None,
         )
 
     def _check_positions(self, step: Step, num_drafts: list[int] | int) -> None:

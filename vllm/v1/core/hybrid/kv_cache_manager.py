@@ -290,7 +290,10 @@ class KVCacheManager(KVCacheQueries):
                 states = coordinator.num_states(num_computed, num_all, request)
                 if not self._fits(num_free, num_all, *need, num_states=states, recycled=True):
                     return None
-            if num_adopted:
+            # A load of a prompt's only token leaves none computed, but the request has its blocks.
+            if num_new_computed_tokens or (
+                num_external_computed_tokens and request.request_id not in coordinator.requests
+            ):
                 # All types before any allocates: that must not evict another type's hit.
                 pool.adopt(blocks.tables, hits, num_skipped)
         return self._advance(

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KV connector for the oracle: it can load any prefix, and sends what has been computed.
+
+The scheduler's side is a real connector, made by base's factory. The worker's side writes to
+the simulated device what a load brings, and checks what a transfer to elsewhere reads.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from .block_tables import BlockTables
+from .device_memory import DeviceMemory
+from .faults import ProtocolFault, ReadFault
+from .identity import PrefixIdentity, hash64, prefix_identities
+from .short_repr import ShortRepr
+
+
+@dataclass(frozen=True, repr=False)
+class ConnectorSettings(ShortRepr):
+    """What a connector does; which requests it does it for depends on the seed."""
+
+    seed: int = 0
+    #: Whether loads take steps of their own, or happen in the step that goes on from them.
+    asynchronous: bool = True
+    #: Whether asynchronous loads bring whole prompts, too, of which the last token is computed
+    #: anew. Base's manager then leaves out a token that it reads, in one of `block_size` lengths.
+    whole_prompts: bool = True
+    #: A transfer takes up to so many steps longer than one.
+    most_steps: int = 3
+    #: One asynchronous load in so many fails; 0: none.
+    fails: int = 0
+    #: Whether a failed load tells which blocks it failed for, as only for one group.
+    names_blocks: bool = False
+    #: Whether the blocks of some requests that have ended are sent elsewhere, and freed later.
+    sends: bool = True
+
+    def transfer_config(self) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="SimulatedConnector",
+            kv_connector_module_path=__name__,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"settings": self},
+        )
+
+
+@dataclass
+class Transfer:
+    """Some positions of a request, and the blocks of all KV cache groups that hold them."""
+
+    req_id: str
+    tokens: list[int]
+    span: range
+    block_ids: Sequence[Sequence[int]]
+    #: Whether it is a load in the step that goes on from it.
+    in_step: bool = False
+    #: Steps until it is done.
+    steps_left: int = 0
+    #: Whether a load writes at once, or when it is done.
+    early: bool = False
+    #: Where a load that fails begins to.
+    fails_at: int | None = None
+    #: Of a load, the owner of what it writes.
+    serial: int = -1
+
+
+@dataclass
+class Transfers(KVConnectorMetadata):
+    loads: list[Transfer] = field(default_factory=list)
+    sends: list[Transfer] = field(default_factory=list)
+
+
+class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
+    """The scheduler's side: decides what is loaded and sent."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.settings: ConnectorSettings = self._kv_transfer_config.get_from_extra_config(
+            "settings", None
+        )
+        self.block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
+        self.num_tokens_loaded = 0
+        self.num_sends = 0
+        self._failures: Counter[str] = Counter()
+        self._asked: set[str] = set()
+        self._starts: dict[str, int] = {}
+        self._loading: set[str] = set()
+        self._pending = Transfers()
+
+    @property
+    def num_failed(self) -> int:
+        return self._failures.total()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._pending.loads or self._pending.sends)
+
+    def _dice(self, request: Request, what: str) -> int:
+        attempt = request.num_preemptions, self._failures[request.request_id]
+        return hash64(self.settings.seed, request.request_id, attempt, what) >> 8
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        req_id = request.request_id
+        if req_id not in self._asked:
+            self._asked.add(req_id)
+            if self._dice(request, "later") % 4 == 0:
+                return None, False
+        self._starts[req_id] = num_computed_tokens
+        # Base looks a prompt of one token, loaded whole, up again for ever.
+        whole = (
+            self.settings.asynchronous and self.settings.whole_prompts and request.num_tokens > 1
+        )
+        most = request.num_tokens - num_computed_tokens - (not whole)
+        dice = self._dice(request, "length")
+        length = (0, most, dice // 4 % (most + 1), dice // 4 % (most + 1))[dice % 4]
+        if dice % 4 == 3:
+            unit = max(self.block_sizes)
+            length = max((num_computed_tokens + length) // unit * unit - num_computed_tokens, 0)
+        return length, self.settings.asynchronous and length > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        if not num_external_tokens:
+            return
+        start = self._starts[request.request_id]
+        span = range(start, start + num_external_tokens)
+        ids = blocks.get_block_ids()
+        if ids != tuple([b.block_id for b in group] for group in blocks.blocks):
+            raise ProtocolFault(f"{request.request_id} has other blocks one by one")
+        in_step = not self.settings.asynchronous
+        load = Transfer(request.request_id, list(request.all_token_ids), span, ids, in_step)
+        if not in_step:
+            self._check_unhashed(load, blocks.get_unhashed_block_ids_all_groups())
+            dice = self._dice(request, "load")
+            load.early = bool(dice % 2)
+            load.steps_left = 1 + dice // 2 % (self.settings.most_steps + 1)
+            if self.settings.fails and dice // 16 % self.settings.fails == 0:
+                # Where blocks can be named, some are there before the load fails.
+                load.fails_at = 0
+                if self.settings.names_blocks:
+                    size = self.block_sizes[0]
+                    load.fails_at = (start + dice // 256 % num_external_tokens) // size * size
+                self._failures[request.request_id] += 1
+            self._loading.add(request.request_id)
+        self._pending.loads.append(load)
+        self.num_tokens_loaded += num_external_tokens if load.fails_at is None else 0
+
+    def _check_unhashed(self, load: Transfer, unhashed: list[list[int]]) -> None:
+        """What is loaded goes to the blocks that are not in the prefix cache, and fills them."""
+        for size, ids, open_ids in zip(self.block_sizes, load.block_ids, unhashed, strict=True):
+            fresh = [i for i in ids[load.span.start // size : -(-load.span.stop // size)] if i]
+            if fresh != open_ids:
+                raise ProtocolFault(
+                    f"{load.req_id} loads {load.span} to blocks {fresh}, but {open_ids} are the "
+                    "ones that are not in the prefix cache"
+                )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        pending, self._pending = self._pending, Transfers()
+        return pending
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._loading -= connector_output.finished_recving or set()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        dice = self._dice(request, "send")
+        done = request.num_computed_tokens - request.num_in_flight_tokens
+        # The last sampled token has no KV yet.
+        done = min(done, request.num_tokens - 1)
+        if not self.settings.sends or request.request_id in self._loading or dice % 2 or done <= 0:
+            return False, None
+        self.num_sends += 1
+        self._pending.sends.append(
+            Transfer(
+                request.request_id,
+                list(request.all_token_ids),
+                range(done),
+                block_ids,
+                steps_left=1 + dice // 2 % (self.settings.most_steps + 1),
+            )
+        )
+        return True, None
+
+    # The worker's side is simulated.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+class ConnectorWorker:
+    """The worker's side: what transfers write to the device, read from it, and report.
+
+    Args:
+        tables: Which attention types and groups there are.
+        memory: The device's.
+        names: Request id of each serial; a load takes one, which its request goes on under.
+        identities: What determines the KV of a request besides its tokens.
+    """
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        memory: DeviceMemory,
+        names: list[str],
+        identities: dict[str, PrefixIdentity],
+    ) -> None:
+        if tables.state_types:
+            raise NotImplementedError("loads of states are not simulated")
+        self.types = tables.types
+        self.num_groups = tables.num_groups
+        self.memory = memory
+        self.names = names
+        self.identities = identities
+        self.num_reads = 0
+        self._active = Transfers()
+        self._loaded: dict[str, Transfer] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._active.loads or self._active.sends)
+
+    def begin(self, transfers: Transfers) -> None:
+        """A step brings transfers: some loads run beside the steps in flight, from now on."""
+        for load in transfers.loads:
+            load.serial = len(self.names)
+            self.names.append(load.req_id)
+            self._loaded[load.req_id] = load
+            if not load.in_step:
+                self._active.loads.append(load)
+                if load.early:
+                    self._write(load)
+
+    def reach(self, transfers: Transfers) -> None:
+        """The steps before the one that brings transfers have run: do its loads, begin to send."""
+        for load in transfers.loads:
+            if load.in_step:
+                self._write(load)
+        self._active.sends += transfers.sends
+
+    def take_load(self, req_id: str) -> Transfer | None:
+        """The load that a request that is admitted now goes on from, if it has one."""
+        return self._loaded.pop(req_id, None)
+
+    def finish(self) -> KVConnectorOutput | None:
+        """A step has run: what transfers are done, if any."""
+        output = KVConnectorOutput(finished_recving=set(), finished_sending=set())
+        for load in self._done(self._active.loads):
+            if not load.early:
+                self._write(load)
+            assert output.finished_recving is not None
+            output.finished_recving.add(load.req_id)
+            if load.fails_at:
+                [size] = {tables.block_size for tables in self.types}
+                [ids] = load.block_ids
+                output.invalid_block_ids |= {i for i in ids[load.fails_at // size :] if i}
+            elif load.fails_at is not None:
+                output.failed_recving.add(load.req_id)
+        for send in self._done(self._active.sends):
+            self._check(send)
+            assert output.finished_sending is not None
+            output.finished_sending.add(send.req_id)
+        return None if output.is_empty() else output
+
+    @staticmethod
+    def _done(transfers: list[Transfer]) -> list[Transfer]:
+        for transfer in transfers:
+            transfer.steps_left -= 1
+        done = [transfer for transfer in transfers if not transfer.steps_left]
+        transfers[:] = [transfer for transfer in transfers if transfer.steps_left]
+        return done
+
+    def _write(self, load: Transfer) -> None:
+        """Put what a load brings where its blocks are; null blocks are out of a window."""
+        span = load.span
+        if load.fails_at is not None:
+            span = range(span.start, max(load.fails_at, span.start))
+        for group_id, positions, blocks, offsets, contents in self._slots(load, span):
+            if len(positions):
+                tags = np.full(len(positions), load.serial * self.num_groups + group_id)
+                self.memory.write(blocks, offsets, contents, tags)
+
+    def _check(self, send: Transfer) -> None:
+        for group_id, positions, blocks, offsets, contents in self._slots(send, send.span):
+            wrong = self.memory.slots[blocks, offsets] != contents
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                held = self.memory.describe(
+                    int(blocks[i]), "something else", self.names, self.num_groups
+                )
+                raise ReadFault(
+                    f"a transfer of {send.req_id}, group {group_id}, reads position "
+                    f"{positions[i]} from block {blocks[i]}, which {held}"
+                )
+            self.num_reads += len(positions)
+
+    def _slots(self, transfer: Transfer, span: range) -> Any:
+        """Per group: positions that have slots, their blocks and offsets, and what they hold."""
+        identities = prefix_identities(transfer.tokens, self.identities[transfer.req_id])
+        for tables in self.types:
+            for group_id, mark in zip(tables.group_ids, tables.group_marks.ravel(), strict=True):
+                ids = np.array(transfer.block_ids[group_id], dtype=np.int64)
+                if len(ids) * tables.block_size < span.stop:
+                    raise ProtocolFault(
+                        f"{len(ids)} blocks of {transfer.req_id} in group {group_id} for {span}"
+                    )
+                positions = np.arange(span.start, span.stop)
+                blocks = ids[positions // tables.block_size]
+                positions, blocks = positions[blocks != 0], blocks[blocks != 0]
+                offsets = positions % tables.block_size
+                yield group_id, positions, blocks, offsets, identities[positions] ^ mark

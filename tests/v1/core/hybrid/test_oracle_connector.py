@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV connectors under the content oracle: loads that succeed and fail, and blocks sent on.
+
+The simulated connector (`support.oracle.connector`) is the scheduler's own; it can load any
+prefix, in the step that goes on from it or beside the steps in flight. As long as nothing is
+evicted, both managers must come to the very same run.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from support.oracle import (
+    Chunked,
+    Full,
+    OracleEngine,
+    OracleFault,
+    OracleSettings,
+    ReadFault,
+    Sliding,
+)
+from support.oracle.connector import ConnectorSettings
+from support.oracle.planted_connector_faults import (
+    caches_a_failed_load,
+    caches_what_is_still_loaded,
+    frees_a_request_that_loads,
+    gives_a_load_the_slots_before_it,
+    releases_what_is_sent,
+    zeroes_what_is_still_loaded,
+)
+from support.oracle.workload import Add, Case, Operation, Reset, Run, random_operations, run_case
+from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
+
+pytest_plugins = ["support.oracle.fixtures"]
+pytestmark = pytest.mark.usefixtures("reads_are_checked")
+
+MODELS = {
+    "full attention": (Full(16),),
+    "Gemma": (Full(16), Sliding(40, 16, 5)),
+    "windows only": (Sliding(40, 16, 2),),
+    "chunks": (Full(16), Chunked(48, 16, 3)),
+    "unequal block sizes": (Full(8), Sliding(24, 16, 2)),
+    "three types, zeroed blocks": (Full(16, 1, True), Sliding(33, 16, 2), Sliding(70, 16)),
+}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "async": {"async_scheduling": True, "steps_in_flight": 1},
+    "pipeline parallel": {"steps_in_flight": 1},
+    "runner v2": {"async_scheduling": True, "steps_in_flight": 2, "model_runner_v2": True},
+    "drafts": {"num_spec_tokens": 2, "num_lookahead_tokens": 2},
+}
+ROOMY = 1000
+MAX_MODEL_LEN = 240
+
+
+def operations(seed: int, count: int = 90) -> tuple[Operation, ...]:
+    # Base refuses to reset the cache beside a transfer.
+    mix = random_operations(random.Random(seed), count, MAX_MODEL_LEN)
+    return tuple(op for op in mix if not isinstance(op, Reset))
+
+
+def case(kinds: Any, pipeline: str, seed: int, extra_blocks: int = 0, **connector: Any) -> Case:
+    return Case(
+        kinds=kinds,
+        operations=operations(seed),
+        extra_blocks=extra_blocks,
+        settings=OracleSettings(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=(64, 24)[seed % 2],
+            policy=("fcfs", "priority")[seed // 2 % 2],
+            vocab_size=64,
+            connector=ConnectorSettings(seed=seed, **connector),
+            **PIPELINES[pipeline],
+        ),
+    )
+
+
+def models_and_pipelines() -> Iterator[Any]:
+    """Each model with each pipeline, loads beside the steps and within them in turn."""
+    for i, (model, kinds) in enumerate(MODELS.items()):
+        for j, pipeline in enumerate(PIPELINES):
+            yield pytest.param(
+                kinds, pipeline, (i + j) % 4 > 0, 5 * i + j, id=f"{model}-{pipeline}"
+            )
+
+
+each_combination = pytest.mark.parametrize(
+    ("kinds", "pipeline", "asynchronous", "seed"), [*models_and_pipelines()]
+)
+
+
+def connector_of(engine: OracleEngine) -> Any:
+    assert engine.connector is not None
+    return engine.connector
+
+
+@each_combination
+def test_the_same_as_base_in_a_large_pool(
+    kinds: Any, pipeline: str, asynchronous: bool, seed: int
+) -> None:
+    """Loads, some of which fail, and requests that are sent on: the same run, step by step."""
+    one = case(
+        kinds,
+        pipeline,
+        seed,
+        ROOMY,
+        asynchronous=asynchronous,
+        fails=3 * asynchronous,
+        whole_prompts=False,
+    )
+    runs = [run_case(manager_cls, one) for manager_cls in (BaseManager, ForkManager)]
+    seen = [
+        (
+            run.num_schedules,
+            run.reads_checked,
+            run.tokens_from_cache,
+            run.num_preemptions,
+            connector_of(run).num_tokens_loaded,
+            connector_of(run).num_failed,
+            connector_of(run).num_sends,
+            run.worker.connector.num_reads if run.worker.connector else 0,
+        )
+        for run in runs
+    ]
+    assert seen[0] == seen[1]
+    assert connector_of(runs[1]).num_tokens_loaded > 100
+    assert connector_of(runs[1]).num_sends > 2
+    assert not asynchronous or connector_of(runs[1]).num_failed > 0
+
+
+@each_combination
+def test_small_pools(kinds: Any, pipeline: str, asynchronous: bool, seed: int) -> None:
+    """Room for one of the longest requests: transfers hold blocks while others are preempted."""
+    one = case(kinds, pipeline, seed, 2, asynchronous=asynchronous)
+    run = run_case(ForkManager, one)
+    assert connector_of(run).num_tokens_loaded > 20
+    assert connector_of(run).num_sends > 2
+
+
+@pytest.mark.parametrize("pipeline", ["plain", "async", "pipeline parallel"])
+def test_blocks_that_failed_to_load_are_computed(pipeline: str) -> None:
+    """With one KV cache group a connector can tell which blocks it failed for."""
+    for seed in range(4):
+        one = case((Full(16),), pipeline, seed, ROOMY, fails=2, names_blocks=True)
+        base, fork = (run_case(cls, one) for cls in (BaseManager, ForkManager))
+        assert fork.num_schedules == base.num_schedules
+        assert fork.tokens_from_cache == base.tokens_from_cache
+        assert connector_of(fork).num_failed == connector_of(base).num_failed > 0
+
+
+#: Requests with prompts around the lengths where a block leaves the window of the last token.
+WHOLE_PROMPTS = tuple(
+    operation
+    for length in range(50, 60)
+    for operation in (Add(tail=length, max_tokens=3), Run(steps=4))
+)
+
+
+def test_the_window_of_the_last_token_of_a_whole_prompt() -> None:
+    """It is computed again after the load, and so reads one token more than the next one."""
+    one = Case(
+        kinds=(Full(16), Sliding(40, 16, 2)),
+        operations=WHOLE_PROMPTS,
+        extra_blocks=ROOMY,
+        settings=OracleSettings(connector=ConnectorSettings(sends=False)),
+    )
+    run = run_case(ForkManager, one)
+    assert connector_of(run).num_tokens_loaded > 100
+    with pytest.raises(ReadFault, match="from block 0, which is the null block"):
+        run_case(BaseManager, one)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kinds", "connector"),
+    [
+        (caches_what_is_still_loaded, MODELS["Gemma"], {}),
+        (zeroes_what_is_still_loaded, MODELS["three types, zeroed blocks"], {}),
+        (frees_a_request_that_loads, MODELS["Gemma"], {}),
+        (gives_a_load_the_slots_before_it, MODELS["Gemma"], {"asynchronous": False}),
+        (caches_a_failed_load, MODELS["full attention"], {"fails": 2, "names_blocks": True}),
+        (releases_what_is_sent, MODELS["Gemma"], {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_planted_faults_are_found(
+    manager_cls: Any, plant: Callable[[type], type], kinds: Any, connector: dict[str, Any]
+) -> None:
+    """What would be wrong answers in a server, with either manager."""
+    for seed in range(12):
+        one = case(kinds, "plain", seed, ROOMY, whole_prompts=False, **connector)
+        run_case(manager_cls, one)
+        try:
+            run_case(plant(manager_cls), one, check_integrity=False)
+        except (OracleFault, AssertionError, KeyError, ValueError):
+            return
+    pytest.fail(f"{plant.__name__} was not found")
