@@ -257,15 +257,50 @@ _SPECULATION = [
 ]  # fmt: skip
 
 CONNECTORS = "KV connectors"
+_LOADS = _UNIT + "test_oracle_connector.py::"
+_ON_CONNECTORS = "tests/v1/e2e/test_kv_connectors.py::"
 #: Of the connectors in base, those that more than the factory's choice is shown for.
 _CONNECTOR_TESTS = {
-    "DecodeBenchConnector": _OFFLINE + "test_kv_connector_falls_back",
-    "OffloadingConnector": _COVERAGE + "test_engines",
+    "DecodeBenchConnector": _ON_CONNECTORS + "test_decode_bench_connector",
+    "ExampleConnector": _ON_CONNECTORS + "test_example_connector",
+    "LMCacheConnectorV1": _COVERAGE + "test_engines",
 }
+
+
+def _connector(name: str, module_path: str | None = None, **options: Any) -> Any:
+    facts = _full(connector=name)
+
+    def with_options() -> EngineFacts:
+        asked = facts()
+        assert asked.vllm_config is not None
+        config = asked.vllm_config.kv_transfer_config
+        assert config is not None
+        config.kv_connector_module_path = module_path
+        config.kv_connector_extra_config = options
+        return asked
+
+    return with_options
+
+
 _CONNECTORS = [
     (f"`{name}`", _full(connector=name), _CONNECTOR_TESTS.get(name, FACTORY_TEST))
     for name in sorted(KVConnectorFactory._registry)
-]
+] + [
+    ("`MultiConnector` with one of the others that base serves",
+     _connector("MultiConnector", connectors=[{"kv_connector": "LMCacheConnectorV1"}])),
+    ("a connector from outside of vLLM (`kv_connector_module_path`)",
+     _connector("MyConnector", module_path="my.connectors"),
+     _ON_CONNECTORS + "test_connector_from_outside_falls_back"),
+    ("loads in a step (`num_external_computed_tokens`)", _connector("NixlConnector"),
+     _LOADS + "test_the_same_as_base_in_a_large_pool"),
+    ("loads beside the steps, delayed caching, blocks sent on after a request has ended",
+     _connector("NixlConnector"), _LOADS + "test_small_pools"),
+    ("loads that fail, as a whole or for some blocks", _connector("NixlConnector"),
+     _LOADS + "test_blocks_that_failed_to_load_are_computed"),
+    ("Mamba layers with a KV connector",
+     lambda: facts_of([spec_of("full"), spec_of("Mamba")],
+                      make_engine_config(connector="NixlConnector"))),
+]  # fmt: skip
 
 SECTIONS: dict[str, list[Any]] = {
     ATTENTION: _ATTENTION,

@@ -127,7 +127,8 @@ class OracleEngine:
         if settings.connector is not None:
             # As the factory has the fork's manager know of a connector, and as base's
             # configuration finds that steps overlap.
-            self.manager.serves_connector = True
+            self.manager.serves_connector = True  # type: ignore[attr-defined]
+            assert isinstance(self.scheduler.connector, SimulatedConnector)
             self.connector = self.scheduler.connector
             self.scheduler.defer_block_free = settings.steps_in_flight > 0
         self.worker = SimulatedWorker(

