@@ -358,6 +358,43 @@ def test_engines(tmp_path, arguments, reason):
     assert reason_for(args.create_engine_config()) == reason
 
 
+def connectors(name: str, *children: str, module_path: str | None = None) -> KVTransferConfig:
+    options = {"connectors": [{"kv_connector": child, "kv_role": "kv_both"} for child in children]}
+    return KVTransferConfig(
+        name,
+        kv_role="kv_both",
+        kv_connector_module_path=module_path,
+        kv_connector_extra_config=options if children else {},
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (connectors("NixlConnector"), None),
+        (connectors("MultiConnector", "NixlConnector", "OffloadingConnector"), None),
+        (
+            connectors("MultiConnector", "NixlConnector", "SimpleCPUOffloadConnector"),
+            "KV connector SimpleCPUOffloadConnector (in a MultiConnector)",
+        ),
+        (connectors("SimpleCPUOffloadConnector"), "KV connector SimpleCPUOffloadConnector"),
+        # Whatever its name is: it is not base's.
+        (connectors("NixlConnector", module_path="my.own"), "KV connector NixlConnector"),
+    ],
+)
+def test_kv_connectors(config, reason):
+    vllm_config = VllmConfig()
+    vllm_config.kv_transfer_config = config
+    assert reason_for(vllm_config) == reason
+
+
+def test_states_with_a_kv_connector_are_base_s():
+    vllm_config = VllmConfig()
+    vllm_config.kv_transfer_config = connectors("NixlConnector")
+    facts = facts_of(FULL, MambaSpec(**MAMBA), vllm_config=vllm_config)
+    assert find_uncovered_feature(facts) == "Mamba with KV connector NixlConnector"
+
+
 def test_context_parallelism_of_the_engine():
     for kind in ("decode", "prefill"):
         config = VllmConfig()
