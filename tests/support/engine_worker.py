@@ -254,18 +254,23 @@ COUNTERS = (
     "prefix_cache_hits",
     "spec_decode_num_accepted_tokens",
     "spec_decode_num_draft_tokens",
+    "kv_block_lifetime_seconds",
 )
 
 
 def counters(llm: Any) -> dict[str, int]:
-    """vLLM's own counters; all 0 with ``disable_log_stats``."""
+    """vLLM's own counters, of histograms the number; all 0 with ``disable_log_stats``."""
     return {name: int(metric(llm, name)) for name in COUNTERS}
 
 
 def metric(llm: Any, name: str) -> float:
     if not llm.llm_engine.log_stats:
         return 0
-    return sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}")
+    return sum(
+        m.count if hasattr(m, "count") else m.value
+        for m in llm.get_metrics()
+        if m.name == f"vllm:{name}"
+    )
 
 
 def embed(llm: Any, texts: list[str]) -> list[list[float]]:

@@ -21,7 +21,6 @@ from compatibility_tables.facts import (
 )
 from vllm.config import speculative
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.kv_cache_interface import (
     HiSparseHotSpec,
     KVCacheGroupRole,
@@ -168,9 +167,8 @@ _CACHING = [
      _with(_full(), enable_kv_cache_events=True, hash_block_size=BLOCK_SIZE // 2),
      _COVERAGE + "test_arguments_that_are_not_covered"),
     ("KV cache residency metrics",
-     lambda: replace(_full(observability_config__kv_cache_metrics=True)(),
-                     metrics_collector=KVCacheMetricsCollector()),
-     _OFFLINE + "test_residency_metrics_fall_back"),
+     _full(observability_config__kv_cache_metrics=True),
+     _OFFLINE + "test_residency_metrics"),
 ]  # fmt: skip
 
 SCHEDULING = "Scheduling"

@@ -19,7 +19,6 @@ from vllm.v1.core.hybrid.coordinators import (
 )
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.decision import describe
-from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -306,7 +305,6 @@ def test_speculative_methods(tmp_path, changes, reason):
 UNCOVERED_ARGUMENTS = [
     ({"dcp_world_size": 2}, "decode context parallelism (world size 2)"),
     ({"pcp_world_size": 4}, "prefill context parallelism (world size 4)"),
-    ({"metrics_collector": KVCacheMetricsCollector()}, "KV cache residency metrics"),
     (
         {"enable_kv_cache_events": True, "hash_block_size": 8},
         "publishing KV cache events for parts of blocks",
@@ -349,7 +347,7 @@ def reason_for(vllm_config: VllmConfig) -> str | None:
             {"kv_transfer_config": KVTransferConfig("LMCacheConnectorV1", kv_role="kv_both")},
             "KV connector LMCacheConnectorV1",
         ),
-        ({"kv_cache_metrics": True}, "KV cache residency metrics"),
+        ({"kv_cache_metrics": True}, None),
     ],
 )
 def test_engines(tmp_path, arguments, reason):

@@ -14,7 +14,6 @@ from vllm.config import VllmConfig
 from vllm.v1.core.hybrid import KVCacheManager, factory, plugin
 from vllm.v1.core.hybrid.factory import create_kv_cache_manager, current_engine
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
-from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.sched import scheduler
 
 GEMMA = KVSetup((full(128), sliding(512, 128, 5)), num_blocks=100)
@@ -63,11 +62,11 @@ def test_active(log, kinds, line):
 
 
 def test_base_serves_what_is_not_covered(log):
-    manager = GEMMA.build(create_kv_cache_manager, metrics_collector=KVCacheMetricsCollector())
+    manager = GEMMA.build(create_kv_cache_manager, enable_kv_cache_events=True, hash_block_size=8)
     assert type(manager) is BaseKVCacheManager
     assert only_line(log) == (
-        "Hybrid KV cache: using base vLLM's manager, because KV cache residency metrics is not "
-        "covered yet"
+        "Hybrid KV cache: using base vLLM's manager, because publishing KV cache events for parts "
+        "of blocks is not covered yet"
     )
 
 
@@ -111,11 +110,11 @@ def test_integrity_checks_are_an_option(monkeypatch, engine, check):
 def test_arguments_may_be_positional(log):
     config = GEMMA.kv_cache_config()
     assert type(create_kv_cache_manager(config, 512, 128, 128)) is KVCacheManager
-    # The seventh is use_eagle, and metrics_collector is the thirteenth.
+    # The seventh is use_eagle, and enable_kv_cache_events is the tenth.
     positional = create_kv_cache_manager(config, 512, 128, 128, 64, True, True)
     assert type(positional) is KVCacheManager and positional.use_eagle
-    rest = (False, 0, False, False, 1, 1, KVCacheMetricsCollector())
-    positional = create_kv_cache_manager(config, 512, 128, 128, 64, True, *rest)
+    rest = (False, 0, False, True)
+    positional = create_kv_cache_manager(config, 512, 128, 64, 64, True, *rest)
     assert type(positional) is BaseKVCacheManager
 
 

@@ -8,7 +8,6 @@ Gemma-like unless said otherwise: one full-attention group and five groups of wi
 import gc
 import inspect
 import weakref
-from types import SimpleNamespace
 
 import pytest
 
@@ -344,7 +343,6 @@ def test_a_call_with_nothing_to_do_raises_and_changes_nothing():
     [
         {"dcp_world_size": 2},
         {"pcp_world_size": 2},
-        {"metrics_collector": SimpleNamespace()},
     ],
 )
 def test_features_that_are_not_covered_are_refused(changes):

@@ -103,7 +103,6 @@ class EngineFacts:
     num_prefill_lookahead: int = 0
     dcp_world_size: int = 1
     pcp_world_size: int = 1
-    metrics_collector: Any = None
     vllm_config: VllmConfig | None = None
 
 
@@ -167,15 +166,6 @@ def _context_parallelism(facts: EngineFacts) -> str | None:
     for kind, size in sizes:
         if size > 1:
             return f"{kind} context parallelism (world size {size})"
-    return None
-
-
-def _residency_metrics(facts: EngineFacts) -> str | None:
-    config = facts.vllm_config
-    if facts.metrics_collector is not None or (
-        config is not None and config.observability_config.kv_cache_metrics
-    ):
-        return "KV cache residency metrics"
     return None
 
 
@@ -268,7 +258,6 @@ CHECKS: tuple[Callable[[EngineFacts], str | None], ...] = (
     _model,
     _kv_connector,
     _context_parallelism,
-    _residency_metrics,
     _kv_cache_groups,
     _partial_block_events,
     _states,

@@ -16,6 +16,7 @@ from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, KVCacheBlocks, get_group_layout
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog, wants_hits_reported
 from vllm.v1.core.hybrid.queries import KVCacheQueries
+from vllm.v1.core.hybrid.residency import ResidencyMetrics
 from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.kv_cache_interface import (
@@ -81,7 +82,6 @@ class KVCacheManager(KVCacheQueries):
                 num_prefill_lookahead=num_prefill_lookahead,
                 dcp_world_size=dcp_world_size,
                 pcp_world_size=pcp_world_size,
-                metrics_collector=metrics_collector,
             )
         )
         if feature is not None:
@@ -94,6 +94,9 @@ class KVCacheManager(KVCacheQueries):
         self.use_eagle = use_eagle
         self.log_stats = log_stats
         self.metrics_collector = metrics_collector
+        self._residency = None
+        if metrics_collector is not None:
+            self._residency = ResidencyMetrics(metrics_collector, enable_caching)
         self.kv_cache_config = kv_cache_config
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
@@ -188,18 +191,6 @@ class KVCacheManager(KVCacheQueries):
         blocks = self.coordinator.requests.get(request.request_id)
         if blocks is not None and num_computed_tokens >= blocks.next_cached:
             self.coordinator.cache_blocks(request, blocks, num_computed_tokens)
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and no change, while any request holds blocks."""
-        if not self.coordinator.reset_prefix_cache():
-            return False
-        if self.prefix_cache_stats is not None:
-            self.prefix_cache_stats.reset = True
-        return True
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Remove the blocks that hold the given physical ids from the prefix cache."""
-        self.block_pool.evict_blocks(block_ids)
 
     # Slots
 
@@ -296,6 +287,8 @@ class KVCacheManager(KVCacheQueries):
             ):
                 # All types before any allocates: that must not evict another type's hit.
                 pool.adopt(blocks.tables, hits, num_skipped)
+                if self._residency is not None:
+                    self._residency.hit(hits, num_skipped)
         return self._advance(
             request,
             num_new_tokens,
@@ -373,6 +366,8 @@ class KVCacheManager(KVCacheQueries):
                 return None
             if coordinator.records_new_blocks:
                 coordinator.record_new(allocated, occasion.skip_zeroing_group_ids)
+            if self._residency is not None:
+                self._residency.allocated(allocated)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
         elif num_kept and num_kept > self.block_pool.get_num_free_blocks():
             return None
@@ -414,24 +409,3 @@ class KVCacheManager(KVCacheQueries):
         """
         self._next_event.pop(request.request_id, None)
         return self.coordinator.pop_blocks_for_free(request.request_id)
-
-    # The step
-
-    def new_step_starts(self) -> None:
-        """The scheduler begins a step."""
-        self.coordinator.new_step_starts()
-        if self.verify_every_step:
-            self.check_integrity()
-
-    def check_integrity(self) -> None:
-        """Verify everything that bookkeeping shows.
-
-        Raises:
-            AssertionError: with the first difference.
-        """
-        self.coordinator.check_integrity()
-        for request_id, event in self._next_event.items():
-            actual = self.coordinator.requests[request_id].next_event()
-            assert event <= actual, (
-                f"request {request_id} sleeps until {event} tokens, has work at {actual}"
-            )

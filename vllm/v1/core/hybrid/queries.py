@@ -12,21 +12,28 @@ from vllm.v1.core.hybrid.kv_cache_blocks import (
     KVCacheBlocksByGroup,
 )
 from vllm.v1.core.hybrid.left_to_base import LeftToBase
+from vllm.v1.core.hybrid.residency import ResidencyMetrics
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
 
 class KVCacheQueries(LeftToBase):
-    """Block ids, statistics and events; no request gains or loses a block here."""
+    """Block ids, statistics, events, and the prefix cache as a whole.
+
+    No request gains or loses a block here.
+    """
 
     block_pool: BlockPool
     coordinator: KVCacheCoordinator
     empty_kv_cache_blocks: KVCacheBlocks
     enable_caching: bool
+    verify_every_step: bool
     num_kv_cache_groups: int
     prefix_cache_stats: PrefixCacheStats | None
     serves_connector: bool
     _group_layout: GroupLayout
+    _next_event: dict[str, int]
+    _residency: ResidencyMetrics | None
 
     # Blocks
 
@@ -91,6 +98,24 @@ class KVCacheQueries(LeftToBase):
             cut.append(type_blocks.truncated(num_blocks))
         return self._kv_cache_blocks(tuple(cut))
 
+    # The prefix cache
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and no change, while any request holds blocks."""
+        if not self.coordinator.reset_prefix_cache():
+            return False
+        if self._residency is not None:
+            self._residency.reset()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Remove the blocks that hold the given physical ids from the prefix cache."""
+        self.block_pool.evict_blocks(block_ids)
+        if self._residency is not None:
+            self._residency.evicted(block_ids)
+
     # Statistics and events
 
     def prefix_cache_lookup_enabled(self, request: Request) -> bool:
@@ -126,6 +151,27 @@ class KVCacheQueries(LeftToBase):
     def take_events(self) -> list[KVCacheEvent]:
         """KV cache events since the last call; empty when they are off."""
         return self.block_pool.take_events()
+
+    # The step
+
+    def new_step_starts(self) -> None:
+        """The scheduler begins a step."""
+        self.coordinator.new_step_starts()
+        if self.verify_every_step:
+            self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Verify everything that bookkeeping shows.
+
+        Raises:
+            AssertionError: with the first difference.
+        """
+        self.coordinator.check_integrity()
+        for request_id, event in self._next_event.items():
+            actual = self.coordinator.requests[request_id].next_event()
+            assert event <= actual, (
+                f"request {request_id} sleeps until {event} tokens, has work at {actual}"
+            )
 
     def _kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:
         if not any(map(len, blocks)):
