@@ -106,7 +106,8 @@ def _make(model: TinyModel, folder: Path) -> None:
 
     logging.disable_progress_bar()
     dtype = torch.float32
-    config = AutoConfig.for_model(model.model_type, dtype=dtype, **model.common, **model.config)
+    values = {**model.common, **model.config}
+    config = AutoConfig.for_model(model.model_type, dtype=dtype, **values)
     auto_model = AutoModelForSpeechSeq2Seq if model.audio else AutoModelForCausalLM
     network = auto_model.from_config(config, dtype=dtype)
     with torch.no_grad():
