@@ -28,6 +28,7 @@ __all__ = [
     "tiny_falcon_h1",
     "tiny_gemma2",
     "tiny_gemma3",
+    "tiny_gemma3_images",
     "tiny_granite4",
     "tiny_llama",
     "tiny_llama4",
@@ -45,6 +46,11 @@ def gemma3_270m(force: bool = False) -> Path:
 def tiny_gemma3(force: bool = False) -> Path:
     """Gemma 3: five layers with a sliding window of 64, then one with full attention."""
     return ensure_tiny(tiny_models.TINY_GEMMA3, force)
+
+
+def tiny_gemma3_images(force: bool = False) -> Path:
+    """The same with a vision tower of one layer: each image is 64 tokens."""
+    return ensure_tiny(tiny_models.TINY_GEMMA3_IMAGES, force)
 
 
 def tiny_gemma2(force: bool = False) -> Path:
@@ -91,6 +97,7 @@ def tiny_plamo2(force: bool = False) -> Path:
 CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "gemma3-270m": gemma3_270m,
     "tiny-gemma3": tiny_gemma3,
+    "tiny-gemma3-images": tiny_gemma3_images,
     "tiny-gemma2": tiny_gemma2,
     "tiny-mistral": tiny_mistral,
     "tiny-llama": tiny_llama,

@@ -2,16 +2,34 @@
 """A byte-level tokenizer of our own for the tiny checkpoints.
 
 Token ids 0 to 4 are `<pad>`, `<eos>`, `<bos>` and the two markers of a chat turn; the byte
-`b` has the id `FIRST_BYTE + b`. Every prompt gets `<bos>` in front.
+`b` has the id `FIRST_BYTE + b`. Every prompt gets `<bos>` in front. For models that see, the
+tokens of `IMAGE_TOKENS` and `NEWLINES` follow.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<turn>", "</turn>")
 PAD_ID, EOS_ID, BOS_ID, TURN_ID, END_OF_TURN_ID = range(len(SPECIAL_TOKENS))
 FIRST_BYTE = len(SPECIAL_TOKENS)
 VOCAB_SIZE = FIRST_BYTE + 256
+
+#: Where an image begins, one position of it, and where it ends, by the names that Gemma 3's
+#: processor reads them by.
+IMAGE_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image>",
+    "eoi_token": "<end_of_image>",
+}
+#: Gemma's vocabulary has them, and vLLM's processor asks for them: it merges those that come
+#: to stand beside an image.
+NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
+IMAGE_TOKEN_ID = VOCAB_SIZE + list(IMAGE_TOKENS).index("image_token")
+VOCAB_SIZE_WITH_IMAGES = VOCAB_SIZE + len(IMAGE_TOKENS) + len(NEWLINES)
 
 # A rendered chat is tokenized without special tokens, so the template writes <bos> itself.
 CHAT_TEMPLATE = (
@@ -34,7 +52,9 @@ def printable_ids() -> list[int]:
     return [token_id(chr(code)) for code in range(0x20, 0x7F)]
 
 
-def save_tokenizer(folder: Path, max_length: int) -> None:
+def save_tokenizer(
+    folder: Path, max_length: int, with_images: bool = False
+) -> "PreTrainedTokenizerFast":
     """Write the tokenizer's files, as a fast tokenizer that `AutoTokenizer` loads offline."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -46,6 +66,10 @@ def save_tokenizer(folder: Path, max_length: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    if with_images:
+        marks = IMAGE_TOKENS.values()
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in marks])
+        tokenizer.add_tokens([AddedToken(newlines, normalized=False) for newlines in NEWLINES])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", BOS_ID)]
     )
@@ -58,8 +82,10 @@ def save_tokenizer(folder: Path, max_length: int) -> None:
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
+        **({"extra_special_tokens": IMAGE_TOKENS} if with_images else {}),
     )
     fast.save_pretrained(folder)
+    return fast
 
 
 def _byte_symbols() -> Iterator[str]:

@@ -14,14 +14,16 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoint_makers.byte_tokenizer import (
     BOS_ID,
     END_OF_TURN_ID,
     EOS_ID,
+    IMAGE_TOKEN_ID,
     PAD_ID,
     VOCAB_SIZE,
+    VOCAB_SIZE_WITH_IMAGES,
     printable_ids,
     save_tokenizer,
 )
@@ -71,10 +73,12 @@ class TinyModel:
     common: Mapping[str, object] = field(default_factory=lambda: _COMMON)
     #: For a model with a Whisper encoder, how sound is cut up for it.
     audio: Mapping[str, int] = field(default_factory=dict)
+    #: For a model with a vision tower, how its processor prepares images.
+    images: Mapping[str, Any] = field(default_factory=dict)
 
     def origin(self) -> dict[str, object]:
-        audio = {"audio": self.audio} if self.audio else {}
-        return audio | {
+        senses = {"audio": self.audio, "images": self.images}
+        return {sense: how for sense, how in senses.items() if how} | {
             "format": FORMAT,
             "model_type": self.model_type,
             "config": {**self.common, **self.config},
@@ -98,7 +102,10 @@ def _make(model: TinyModel, folder: Path) -> None:
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         AutoModelForSpeechSeq2Seq,
+        Gemma3ImageProcessorPil,
+        Gemma3Processor,
         GenerationConfig,
         WhisperFeatureExtractor,
     )
@@ -108,7 +115,11 @@ def _make(model: TinyModel, folder: Path) -> None:
     dtype = torch.float32
     values = {**model.common, **model.config}
     config = AutoConfig.for_model(model.model_type, dtype=dtype, **values)
-    auto_model = AutoModelForSpeechSeq2Seq if model.audio else AutoModelForCausalLM
+    auto_model: Any = AutoModelForCausalLM
+    if model.audio:
+        auto_model = AutoModelForSpeechSeq2Seq
+    elif model.images:
+        auto_model = AutoModelForImageTextToText
     network = auto_model.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
@@ -117,9 +128,26 @@ def _make(model: TinyModel, folder: Path) -> None:
         bos_token_id=BOS_ID, eos_token_id=[EOS_ID, END_OF_TURN_ID], pad_token_id=PAD_ID
     )
     network.save_pretrained(folder)
-    save_tokenizer(folder, MAX_LENGTH)
+    tokenizer = save_tokenizer(folder, MAX_LENGTH, with_images=bool(model.images))
     if model.audio:
         WhisperFeatureExtractor(**model.audio).save_pretrained(folder)
+    if model.images:
+        image_processor = Gemma3ImageProcessorPil(size=model.images["size"])
+        Gemma3Processor(
+            image_processor, tokenizer, image_seq_length=model.images["image_seq_length"]
+        ).save_pretrained(folder)
+        _rename_vision_tower(folder / "model.safetensors")
+
+
+def _rename_vision_tower(weights: Path) -> None:
+    """Give it the names of published checkpoints, the only ones that vLLM knows."""
+    from safetensors.torch import load_file, save_file
+
+    published = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(published, weights, metadata={"format": "pt"})
 
 
 def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tensor":
@@ -159,7 +187,7 @@ def _draw(model: TinyModel, name: str, parameter: "torch.Tensor") -> "torch.Tens
 
 def favour_printable(rows: "torch.Tensor") -> "torch.Tensor":
     """Scale the output layer so that the likeliest token is always a printable character."""
-    scale = rows.new_full((VOCAB_SIZE, 1), 0.1)
+    scale = rows.new_full((len(rows), 1), 0.1)
     scale[printable_ids()] = 1.0
     return scale * rows
 
@@ -175,6 +203,33 @@ TINY_GEMMA3 = TinyModel(
     },
     # Gemma multiplies embeddings by the square root of the hidden size.
     embedding_std=0.03,
+)
+#: The same with a vision tower: an image of 64 x 64 pixels makes 8 x 8 tokens.
+TINY_GEMMA3_IMAGES = TinyModel(
+    "tiny-gemma3-images",
+    "gemma3",
+    {
+        "text_config": {**_COMMON, **TINY_GEMMA3.config, "vocab_size": VOCAB_SIZE_WITH_IMAGES},
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 8,
+            "vision_use_head": False,
+        },
+        "image_token_index": IMAGE_TOKEN_ID,
+        "boi_token_index": IMAGE_TOKEN_ID - 1,
+        "eoi_token_index": IMAGE_TOKEN_ID + 1,
+        "mm_tokens_per_image": 64,
+        "tie_word_embeddings": False,
+    },
+    common={"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID},
+    images={"size": {"height": 64, "width": 64}, "image_seq_length": 64},
+    embedding_std=0.03,
+    # An image's tokens are no louder than those of text.
+    gains={"multi_modal_projector": 0.5},
 )
 TINY_GEMMA2 = TinyModel(
     "tiny-gemma2",
