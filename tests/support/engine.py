@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import pytest
 
-from support.engine_prompts import Noise
+from support.engine_prompts import Illustrated, Noise
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 FORK_PACKAGE = "vllm.v1.core.hybrid."
@@ -62,7 +62,7 @@ class Round:
     """Prompts that run together; the rounds of a job run one after another.
 
     Args:
-        prompts: Texts, token ids, or noise for a model that listens.
+        prompts: Texts, token ids, noise for a model that listens, or images for one that sees.
         max_tokens: Of each request; a single number, or one a request, repeated.
         arrivals: The engine step before which each request arrives; empty: all at once.
         aborts: Per request (index) that is aborted, the step before which.
@@ -70,7 +70,7 @@ class Round:
         lora: The folder of an adapter; only where all requests arrive at once.
     """
 
-    prompts: Sequence[str | Sequence[int] | Noise]
+    prompts: Sequence[str | Sequence[int] | Noise | Illustrated]
     max_tokens: int | Sequence[int] = 16
     priorities: Sequence[int] = ()
     arrivals: Sequence[int] = ()

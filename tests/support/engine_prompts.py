@@ -2,6 +2,7 @@
 """Prompts for tests of the real engine."""
 
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,25 @@ class Noise:
     tokens: Sequence[int]
 
 
+@dataclass(frozen=True)
+class Illustrated:
+    """What a model that sees gets: a text with ``<start_of_image>`` where each image goes, and the
+    seeds of the images. They are noise, the same for the same seed.
+    """
+
+    text: str
+    images: Sequence[int]
+
+
 def random_tokens(length: int, seed: int) -> list[int]:
     """Random token ids, the same for the same seed; a longer one begins with a shorter one."""
     draw = random.Random(seed)
     return [draw.choice(ORDINARY_TOKENS) for _ in range(length)]
+
+
+def random_text(length: int, seed: int) -> str:
+    """Random letters, a token each in the tiny models' vocabulary; as `random_tokens`."""
+    return "".join(random.Random(seed).choices(string.ascii_letters, k=length))
 
 
 def prompts(lengths: Sequence[int], seed: int, shared: Sequence[int] = ()) -> list[list[int]]:

@@ -27,6 +27,9 @@ def main(read_fd: int, write_fd: int) -> None:
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
+    prompts = [prompt for spec in job["rounds"] for prompt in spec["prompts"]]
+    if any("images" in prompt for prompt in prompts if isinstance(prompt, dict)):
+        let_gemma3_see_without_torchvision()
     if job["args"].get("async_scheduling"):
         let_cpu_schedule_asynchronously()
     llm = LLM(model=job["model"], **job["args"])
@@ -56,6 +59,30 @@ def let_cpu_schedule_asynchronously() -> None:
 
     vars(adjust_and_keep)["keeps_async_scheduling"] = True
     setattr(CpuPlatform, "check_and_update_config", classmethod(adjust_and_keep))  # noqa: B010
+
+
+def let_gemma3_see_without_torchvision() -> None:
+    """Base's Gemma 3 imports an image processor that needs torchvision, to name it as a type; the
+    one that runs is transformers' other, for Pillow. Where there is no torchvision (it has no
+    build on PyPI for CPUs alone), that one stands in, in this process.
+    """
+    import importlib.util
+    import types
+
+    if importlib.util.find_spec("torchvision"):
+        return
+    from transformers import Gemma3ImageProcessorPil
+
+    name = "transformers.models.gemma3.image_processing_gemma3"
+    stand_in = types.ModuleType(name)
+    vars(stand_in)["Gemma3ImageProcessor"] = Gemma3ImageProcessorPil
+    sys.modules.setdefault(name, stand_in)
+
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+
+    # By its class: base looks at models that it knows by name in a process of its own.
+    ModelRegistry.register_model("Gemma3ForConditionalGeneration", Gemma3ForConditionalGeneration)
 
 
 class Probe:
@@ -161,7 +188,8 @@ def sampling_params(spec: dict[str, Any], index: int) -> Any:
 
 def prompt_of(prompt: Any, salt: str | None) -> Any:
     if isinstance(prompt, dict):
-        return encoder_decoder_prompt(**prompt)
+        make = illustrated_prompt if "images" in prompt else encoder_decoder_prompt
+        return make(**prompt)
     content = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     return content | ({"cache_salt": salt} if salt else {})
 
@@ -176,6 +204,16 @@ def encoder_decoder_prompt(seed: int, num_samples: int, tokens: list[int]) -> An
         "encoder_prompt": {"prompt": "", "multi_modal_data": sound},
         "decoder_prompt": {"prompt_token_ids": tokens},
     }
+
+
+def illustrated_prompt(text: str, images: list[int]) -> Any:
+    """See `support.engine_prompts.Illustrated`."""
+    import numpy as np
+    from PIL import Image
+
+    noises = [np.random.default_rng(seed).integers(0, 256, (64, 64, 3)) for seed in images]
+    pictures = [Image.fromarray(noise.astype(np.uint8)) for noise in noises]
+    return {"prompt": text, "multi_modal_data": {"image": pictures}}
 
 
 def generate_all(llm: Any, spec: dict[str, Any]) -> list[Any]:

@@ -37,6 +37,7 @@ _SHAPES = _UNIT + "test_oracle_shapes.py::"
 _STATES = _UNIT + "test_oracle_mamba.py::"
 _MANAGER = _UNIT + "test_kv_cache_manager.py::"
 _COVERAGE = _UNIT + "test_coverage.py::"
+_IMAGES = "tests/v1/e2e/test_multimodal.py::"
 _DRAFTS = "tests/v1/e2e/test_speculative_decoding.py::"
 _OFFLINE = "tests/v1/e2e/test_offline_llm.py::"
 
@@ -143,6 +144,8 @@ _MODELS = [
      lambda: facts_of([spec_of("full"), spec_of("cross")],
                       make_engine_config(model={"is_encoder_decoder": True})),
      _ENGINE + "test_whisper_whose_user_asks_for_prefix_caching"),
+    ("models that see (Gemma 3 with its vision tower)", _kinds("sliding", "full"),
+     _IMAGES + "test_images_with_preemption"),
     ("diffusion models", lambda: facts_of_kinds({"full"}, is_diffusion=True),
      _COVERAGE + "test_models"),
 ]  # fmt: skip
@@ -156,6 +159,7 @@ _CACHING = [
      _ORACLE + "test_salts_and_adapters_do_not_share"),
     ("LoRA adapters on the engine", _full(), _FEATURES + "test_adapters"),
     ("images in hashes", _full(), _ORACLE + "test_images_do_not_share"),
+    ("images on the engine", _full(), _IMAGES + "test_images"),
     ("prompt embeddings in hashes", _full(), _UNIT + "test_block_hasher.py::test_extra_keys"),
     ("reset, also while requests run", _full(),
      _ORACLE + "test_reset_that_preempts_running_requests"),

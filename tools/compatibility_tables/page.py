@@ -25,6 +25,10 @@ CONTENT_TEST = "tests/v1/core/hybrid/test_architectures.py::test_content"
 #: Of each tiny checkpoint its architecture, and the test that runs it on the real engine.
 ENGINE_TESTS = {
     "tiny-gemma3": ("Gemma3ForCausalLM", _ENGINE + "test_prefix_cache"),
+    "tiny-gemma3-images": (
+        "Gemma3ForConditionalGeneration",
+        "tests/v1/e2e/test_multimodal.py::test_images",
+    ),
     "tiny-gemma2": ("Gemma2ForCausalLM", _ENGINE + "test_prefix_cache"),
     "tiny-mistral": ("MistralForCausalLM", _ENGINE + "test_prefix_cache"),
     "tiny-llama": ("LlamaForCausalLM", _ENGINE + "test_prefix_cache_without_windows"),

@@ -82,6 +82,7 @@ def test_architectures_of_the_tiny_checkpoints() -> None:
         assert ENGINE_TESTS[name][0] in (
             modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type),
             modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(model_type),
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type),
         )
 
 
