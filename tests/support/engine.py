@@ -66,6 +66,8 @@ class Round:
         max_tokens: Of each request; a single number, or one a request, repeated.
         arrivals: The engine step before which each request arrives; empty: all at once.
         aborts: Per request (index) that is aborted, the step before which.
+        calls: What is asked of the engine before a step: the step, a method of ``LLM``, and its
+            keyword arguments.
         sampling: More arguments of ``SamplingParams``.
         lora: The folder of an adapter; only where all requests arrive at once.
     """
@@ -75,6 +77,7 @@ class Round:
     priorities: Sequence[int] = ()
     arrivals: Sequence[int] = ()
     aborts: Mapping[int, int] = field(default_factory=dict)
+    calls: Sequence[tuple[int, str, Mapping[str, Any]]] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     cache_salt: str | None = None
     lora: str | None = None

@@ -161,7 +161,8 @@ def run_round(llm: Any, probe: Probe, spec: dict[str, Any]) -> dict[str, Any]:
     if spec["reset_prefix_cache"] and not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be reset")
     before = counters(llm)
-    generate = drive if spec["arrivals"] or spec["aborts"] else generate_all
+    in_steps = spec["arrivals"] or spec["aborts"] or spec["calls"]
+    generate = drive if in_steps else generate_all
     outputs = generate(llm, spec)
     return {
         "requests": [describe(output) for output in outputs],
@@ -241,6 +242,7 @@ def lora_request(folder: str | None) -> Any:
 def drive(llm: Any, spec: dict[str, Any]) -> list[Any]:
     """Step by step: request ``i`` arrives before step ``arrivals[i]``, and is aborted
     before step ``aborts[i]`` if it has one. An aborted request's output is what it had.
+    Before both come the step's calls of the engine.
     """
     engine, prompts = llm.llm_engine, spec["prompts"]
     arrivals = spec["arrivals"] or [0] * len(prompts)
@@ -248,7 +250,10 @@ def drive(llm: Any, spec: dict[str, Any]) -> list[Any]:
     aborts = {int(i): step for i, step in spec["aborts"].items()}
     outputs: dict[int, Any] = {}
     step = 0
-    while step <= max([*arrivals, *aborts.values()]) or engine.has_unfinished_requests():
+    last_event = max([*arrivals, *aborts.values(), *(call[0] for call in spec["calls"])])
+    while step <= last_event or engine.has_unfinished_requests():
+        for _, method, arguments in (call for call in spec["calls"] if call[0] == step):
+            getattr(llm, method)(**arguments)
         for i in (i for i, arrival in enumerate(arrivals) if arrival == step):
             engine.add_request(
                 str(i),

@@ -5,12 +5,16 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
+from checkpoint_makers.store import CACHE_VARIABLE
+from checkpoint_makers.tiny_models import TINY_GEMMA3, ensure_tiny
 from support.engine import EnginePair, EngineProcess, EngineResult, Round, assert_same_outputs
 from support.engine_prompts import prompts
 from support.lora import write_adapter
@@ -131,3 +135,52 @@ def test_adapters(engines: EnginePair, tiny_gemma3: Path, tmp_path: Path) -> Non
     for before, after in zip(fork.rounds[:3], fork.rounds[3:], strict=True):
         assert sum(before.num_cached_tokens) == 0
         assert min(after.num_cached_tokens) >= 96
+
+
+Call = tuple[int, str, dict[str, Any]]
+
+
+def reload_weights(step: int, model: Path) -> Call:
+    weights = {"weights_path": str(model)}
+    return step, "collective_rpc", {"method": "reload_weights", "kwargs": weights}
+
+
+def test_sleep_and_new_weights(
+    engines: EnginePair, tiny_gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps its weights and its KV cache on CPUs, where base frees no memory, still
+    pauses, preempts who runs, and forgets the prefixes that the old weights computed.
+    """
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv(CACHE_VARIABLE, str(tmp_path))
+        other = ensure_tiny(replace(TINY_GEMMA3, seed=1))
+    pause: Call = (4, "sleep", {"level": 0, "mode": "keep"})
+    sleep: Call = (4, "sleep", {"level": 1, "mode": "keep"})
+    sleep_when_idle: Call = (0, "sleep", {"level": 2})
+    batch = prompts([310, 130, 200], seed=5)
+    calls: list[list[Call]] = [
+        [],
+        [sleep, reload_weights(5, other), (6, "wake_up", {})],
+        [],
+        [sleep_when_idle, (0, "wake_up", {})],
+        [sleep_when_idle, reload_weights(0, tiny_gemma3), (0, "wake_up", {})],
+        [pause, (7, "wake_up", {"tags": ["scheduling"]})],
+    ]
+    base, fork = engines.run(
+        tiny_gemma3, [Round(batch, max_tokens=8, calls=before_steps) for before_steps in calls]
+    )
+
+    assert_same_outputs(base, fork)
+    assert [again.counters for again in fork.rounds] == [again.counters for again in base.rounds]
+    first, changed, hit_by_changed, other_weights, restored, paused = fork.rounds
+    assert changed.counters["num_preemptions"] == len(batch)
+    assert paused.counters["num_preemptions"] == 0
+    for before, after in zip(first.token_ids, changed.token_ids, strict=True):
+        assert before[:3] == after[:3] and before[3:] != after[3:]
+    assert first.token_ids == restored.token_ids == paused.token_ids
+    # Computed by the other weights alone, from the beginning or on what `changed` left behind.
+    assert hit_by_changed.token_ids == other_weights.token_ids != first.token_ids
+    for forgotten in (other_weights, restored):
+        assert forgotten.num_cached_tokens == first.num_cached_tokens == [0, 0, 0]
+    for hit in (changed, hit_by_changed, paused):
+        assert hit.num_cached_tokens == [288, 128, 192]
