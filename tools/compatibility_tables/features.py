@@ -202,6 +202,7 @@ _PARALLELISM = [
      _ENGINE + "test_two_tensor_parallel_ranks"),
     ("pipeline parallelism, with a simulated worker",
      _full(parallel_config__pipeline_parallel_size=2), _ORACLE + "test_preemption_and_resumption"),
+    ("data parallelism, here in one of the engines", _full(parallel_config__data_parallel_size=2)),
     ("decode context parallelism",
      _with(_full(parallel_config__decode_context_parallel_size=2), dcp_world_size=2),
      _COVERAGE + "test_context_parallelism_of_the_engine"),
@@ -215,7 +216,7 @@ _SPECULATION_TESTS = {
     "ngram": _DRAFTS + "test_ngram",
     "draft_model": _DRAFTS + "test_draft_model",
     "eagle": _DRAFTS + "test_eagle",
-    "mtp": _UNIT + "test_oracle_speculation.py::test_pressure",
+    "mtp": _DRAFTS + "test_mtp",
 }
 
 

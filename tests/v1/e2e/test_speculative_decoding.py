@@ -100,3 +100,16 @@ def test_eagle(engines: EnginePair, tmp_path: Path) -> None:
     assert_same_guesses(base, fork)
     # 150 tokens: four blocks of 32 match, of which the last is dropped.
     assert fork.rounds[1].num_cached_tokens[1] == 96
+
+
+def test_mtp(engines: EnginePair, tmp_path: Path) -> None:
+    """The same where the model brings its drafter along, which guesses one token."""
+    model = drafters.mtp_model(checkpoints.tiny_llama(), tmp_path / "mimo", noise=0.05)
+    base, fork = engines.run(
+        model, rounds()[:2], speculative_config={"method": "mtp", "num_speculative_tokens": 1}
+    )
+
+    assert_same_outputs(base, fork)
+    assert_drafts_were_judged(fork)
+    assert_same_guesses(base, fork)
+    assert fork.rounds[1].num_cached_tokens[1] == 96
