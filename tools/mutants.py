@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "no token is left to compute",
         MANAGER,
-        "request.num_tokens - 1)",
-        "request.num_tokens)",
+        "find_hit(request.block_hashes, request.num_tokens - 1)",
+        "find_hit(request.block_hashes, request.num_tokens)",
     ),
     Mutant(
         "forget the null padding of an adopted hit",
@@ -387,5 +387,41 @@ MUTANTS = (
         BLOCKS,
         "[ids[type_id][place] for",
         "[ids[type_id][0] for",
+    ),
+    Mutant(
+        "the window of a prompt's last token is given up where the whole prompt is loaded",
+        MANAGER,
+        "num_read_from = min(num_computed, request.num_tokens - 1)",
+        "num_read_from = num_computed",
+    ),
+    Mutant(
+        "what a load leaves out of a window is released for the token after the prompt",
+        MANAGER,
+        "if num_processed >= blocks.next_released and num_new_tokens:",
+        "if num_processed >= blocks.next_released:",
+    ),
+    Mutant(
+        "blocks are cached while they are loaded",
+        MANAGER,
+        "if occasion.delay_cache_blocks:",
+        "if not num_new_tokens and num_computed < 0:",
+    ),
+    Mutant(
+        "blocks are zeroed while they are loaded",
+        BASE,
+        "if group_id not in skip_group_ids:",
+        "if group_id not in ():",
+    ),
+    Mutant(
+        "tokens that are loaded get no slots",
+        MANAGER,
+        "num_adopted = num_new_computed_tokens + num_external_computed_tokens",
+        "num_adopted = num_new_computed_tokens + min(num_external_computed_tokens, 1)",
+    ),
+    Mutant(
+        "a connector sees the first group's blocks in all groups of a type",
+        BLOCKS,
+        "PhysicalBlock(block.block_ids[place],",
+        "PhysicalBlock(block.block_ids[0],",
     ),
 )

@@ -38,6 +38,7 @@ LAYERS = {
         "test_kv_cache_manager.py",
         "test_cross_attention.py",
         "test_speculation.py",
+        "test_kv_connectors.py",
     ),
     "differential": (
         "test_differential_cases.py",
@@ -52,6 +53,7 @@ LAYERS = {
         "test_oracle_shapes.py",
         "test_oracle_random.py",
         "test_oracle_mamba.py",
+        "test_oracle_connector.py",
     ),
 }
 #: A fault that makes the manager loop for ever is caught too.
