@@ -220,11 +220,11 @@ def test_random_loads_as_with_base(kinds: Any) -> None:
     """Equal answers, free blocks, null blocks and hits, whatever is loaded after whatever hit."""
     rng = random.Random(4)
     num_refused = num_loads = 0
-    for num_blocks in (40, 400):
-        managers = [
-            make_manager(num_blocks, cls, kinds=kinds)
-            for cls in (BaseKVCacheManager, KVCacheManager)
-        ]
+    for num_blocks in (40, 4000):
+        # Base publishes parts of large full-attention blocks, too.
+        events = {"enable_kv_cache_events": len({kind.block_size for kind in kinds}) == 1}
+        setup = KVSetup(kinds, num_blocks, retention=None)
+        managers = [setup.build(cls, **events) for cls in (BaseKVCacheManager, KVCacheManager)]
         alive: list[list[Request]] = []
         for step in range(60):
             path = ((1, rng.randrange(1, 100)), (step, rng.randrange(1, 60)))
@@ -265,6 +265,7 @@ def test_random_loads_as_with_base(kinds: Any) -> None:
                         manager.block_pool.get_num_free_blocks(),
                         [len(ids) for ids in unhashed],
                         manager.estimate_cached_tokens(req),
+                        sorted(map(repr, manager.take_events())),
                     )
                 )
                 num_refused += refused
