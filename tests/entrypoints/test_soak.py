@@ -20,7 +20,7 @@ SOAK = Path(__file__).parents[2] / "tools" / "soak.py"
 
 def test_short_soak(tmp_path: Path) -> None:
     results = tmp_path / "soak.json"
-    command = [sys.executable, SOAK, "--minutes=1.2", "--questions=24", f"--json={results}"]
+    command = [sys.executable, SOAK, "--minutes=0.8", "--questions=24", f"--json={results}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -222,8 +222,10 @@ class OracleEngine:
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Empty the prefix cache, as after a change of weights.
 
-        After a reset that succeeded, nothing computed before may be read any more.
+        After a reset that succeeded, nothing computed before may be read any more. With a KV
+        connector no requests are preempted for it, since base then fails beside a load.
         """
+        reset_running = reset_running and self.connector is None
         done = self.scheduler.reset_prefix_cache(reset_running_requests=reset_running)
         self._check_manager()
         if done:

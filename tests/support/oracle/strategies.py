@@ -9,6 +9,7 @@ import math
 
 from hypothesis import strategies as st
 
+from .connector import ConnectorSettings
 from .engine_config import OracleSettings
 from .models import AttentionKind, Chunked, Full, Sliding
 from .workload import Abort, Add, Case, Operation, Reset, Run
@@ -47,6 +48,19 @@ def attention_kinds(draw: st.DrawFn) -> tuple[AttentionKind, ...]:
 
 
 @st.composite
+def connectors(draw: st.DrawFn) -> ConnectorSettings:
+    asynchronous = draw(st.booleans())
+    return ConnectorSettings(
+        seed=draw(st.integers(0, 1000)),
+        asynchronous=asynchronous,
+        most_steps=draw(st.integers(0, 5)),
+        fails=draw(st.sampled_from([0, 4])) if asynchronous else 0,
+        sends=draw(st.booleans()),
+        whole_prompts=False,  # base gets them wrong
+    )
+
+
+@st.composite
 def oracle_settings(draw: st.DrawFn) -> OracleSettings:
     max_num_seqs = draw(st.sampled_from([8, 3, 1]))
     async_scheduling = draw(st.booleans())
@@ -71,6 +85,7 @@ def oracle_settings(draw: st.DrawFn) -> OracleSettings:
         model_runner_v2=draw(st.booleans()),
         vocab_size=64,
         run_early=draw(st.booleans()),
+        connector=draw(connectors()) if draw(st.sampled_from([False, False, True])) else None,
     )
 
 
@@ -110,11 +125,14 @@ def cases(draw: st.DrawFn) -> Case:
     if any(isinstance(kind, Sliding) for kind in kinds):
         unit = math.lcm(*(kind.block_size for kind in kinds))
         retention = draw(st.sampled_from([None, 0, unit, 4 * unit]))
+    settings = draw(oracle_settings())
+    # In a small pool loads can wait for each other for ever, with either manager.
+    small = st.nothing() if settings.connector else st.integers(0, 40)
     return Case(
         kinds=kinds,
         operations=draw(operations()),
-        settings=draw(oracle_settings()),
-        extra_blocks=draw(st.one_of(st.integers(0, 40), st.just(2000))),
+        settings=settings,
+        extra_blocks=draw(st.one_of(small, st.just(2000))),
         retention_interval=retention,
         shuffle_groups=draw(st.one_of(st.none(), st.integers(0, 3))),
     )

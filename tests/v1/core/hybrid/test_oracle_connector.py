@@ -131,7 +131,9 @@ def test_the_same_as_base_in_a_large_pool(
     assert not asynchronous or connector_of(runs[1]).num_failed > 0
 
 
-@each_combination
+@pytest.mark.parametrize(
+    ("kinds", "pipeline", "asynchronous", "seed"), [*models_and_pipelines()][::2]
+)
 def test_small_pools(kinds: Any, pipeline: str, asynchronous: bool, seed: int) -> None:
     """Room for one of the longest requests: transfers hold blocks while others are preempted."""
     one = case(kinds, pipeline, seed, 2, asynchronous=asynchronous)
