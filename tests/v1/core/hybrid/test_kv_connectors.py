@@ -131,6 +131,16 @@ def test_a_load_of_the_whole_prompt_keeps_what_the_last_token_reads():
     assert pattern(manager, first) == ["xxxxx"] + ["..xxx"] * 5
 
 
+def test_a_load_of_the_rest_of_a_prompt_keeps_what_the_last_token_reads_of_the_hit():
+    manager = make_manager()
+    first, second = request("first", (1, 50)), request("second", (1, 50), (2, 14))
+    assert manager.allocate_slots(first, 50) is not None
+
+    assert begin_load(manager, second, 16) == 48
+    assert pattern(manager, second) == ["xxxx"] + [".xxx"] * 5
+    assert manager.get_block_ids("second")[1][1] == manager.get_block_ids("first")[1][1]
+
+
 def test_a_load_of_a_prompt_of_one_token():
     """Nothing is left computed then, so that base's scheduler looks the request up again."""
     manager = make_manager()
