@@ -326,7 +326,10 @@ class ManagerDriver(ManagerModel):
     # ---------------------------------------------------------------- looking
 
     def op_remove_skipped(self, pick: int) -> Observation:
-        """Give up what no later token reads, outside of any allocation."""
+        """Give up what no later token reads, outside of any allocation.
+
+        Without the length of the prompt, for which the fork keeps one token more than base.
+        """
         if not self.live:
             return {"skipped": "remove_skipped"}
         request = self.live[pick % len(self.live)].request
@@ -335,7 +338,6 @@ class ManagerDriver(ManagerModel):
             processed_computed_tokens=max(
                 0, request.num_computed_tokens - request.num_in_flight_tokens
             ),
-            num_prompt_tokens=request.num_prompt_tokens,
         )
         return {"request": request.request_id}
 

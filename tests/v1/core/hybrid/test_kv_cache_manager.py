@@ -134,6 +134,19 @@ def test_tokens_in_flight_delay_the_release():
     assert pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
 
 
+def test_the_window_of_a_finished_prompt_s_last_token_is_kept_for_who_loads_it():
+    manager = make_manager()
+    first = request("first", (1, 64))
+    prefill(manager, first)
+
+    # Token 64 reads from token 32 on; token 63, which a decoder computes again, from 31 on.
+    manager.remove_skipped_blocks("first", 64, num_prompt_tokens=64)
+    assert pattern(manager, first) == ["xxxx"] + [".xxx"] * 5
+    manager.remove_skipped_blocks("first", 64)
+    assert pattern(manager, first) == ["xxxx"] + ["..xx"] * 5
+    manager.check_integrity()
+
+
 def test_a_repeated_prompt_hits_all_but_its_last_token():
     manager = make_manager(log_stats=True)
     first, second = request("a", (1, 80)), request("b", (1, 80))

@@ -390,8 +390,12 @@ class KVCacheManager(KVCacheQueries):
     ) -> None:
         """Release the blocks that no query after ``processed_computed_tokens`` attends to.
 
-        The count must leave out tokens of steps in flight.
+        The count must leave out tokens of steps in flight. Base asks before a KV connector gets the
+        blocks of a finished request. Who loads them computes the last token of the prompt again,
+        so the window before that is kept.
         """
+        if num_prompt_tokens is not None:
+            processed_computed_tokens = min(processed_computed_tokens, num_prompt_tokens - 1)
         blocks = self.coordinator.requests.get(request_id)
         if blocks is not None and processed_computed_tokens >= blocks.next_released:
             self.coordinator.release_skipped(blocks, processed_computed_tokens)
