@@ -87,6 +87,7 @@ NOT_FOR_THE_FORK = {
 FORK = "fork"
 PASS, NOT_FOR_US, FORK_ONLY = "pass with both", "need base's own", "FAIL WITH THE FORK ONLY"
 BASE_TOO, SKIPPED = "fail with base", "skipped"
+SERVED, READ = "of them served by the fork", "that read its tables"
 
 
 @dataclass
@@ -205,8 +206,7 @@ def judge(test: str, base: Outcome, fork: Outcome) -> tuple[str, str]:
 class Tally:
     """Counts per file, and the reasons behind them."""
 
-    COLUMNS = (PASS, "of them served by the fork", "read its tables", NOT_FOR_US, FORK_ONLY)
-    COLUMNS += (BASE_TOO, SKIPPED)
+    COLUMNS = (PASS, SERVED, READ, NOT_FOR_US, FORK_ONLY, BASE_TOO, SKIPPED)
 
     def __init__(self, base: dict[str, Outcome], fork: dict[str, Outcome]) -> None:
         self.files: dict[str, Counter[str]] = {}
@@ -218,8 +218,8 @@ class Tally:
             verdict, why = judge(test, base.get(test, Outcome()), result)
             count = self.files.setdefault(test.partition("::")[0], Counter())
             count[verdict] += 1
-            count["of them served by the fork"] += verdict == PASS and FORK in result.served
-            count["read its tables"] += verdict == PASS and bool(result.looked_at)
+            count[SERVED] += verdict == PASS and FORK in result.served
+            count[READ] += verdict == PASS and bool(result.looked_at)
             self.served.update(result.served)
             if verdict in self.reasons:
                 self.reasons[verdict][why] += 1
@@ -228,13 +228,19 @@ class Tally:
 
     def print(self, console: Console) -> None:
         table = Table(title="Base's own tests")
-        table.add_column("file", overflow="fold")
+        table.add_column("file", no_wrap=True)
         for column in self.COLUMNS:
             table.add_column(column, justify="right")
-        total = sum(self.files.values(), Counter[str]())
-        for name, count in [*sorted(self.files.items()), ("all", total)]:
-            cells = (str(count[column] or "") for column in self.COLUMNS)
-            table.add_row(name.removeprefix("tests/v1/"), *cells)
+        rows, others = {}, []
+        for name, count in sorted(self.files.items()):
+            if count[SERVED] or count[NOT_FOR_US] or count[FORK_ONLY]:
+                rows[name.removeprefix("tests/v1/")] = count
+            else:
+                others.append(count)
+        rows[f"{len(others)} others"] = sum(others, Counter[str]())
+        rows["all"] = sum(self.files.values(), Counter[str]())
+        for name, count in rows.items():
+            table.add_row(name, *(str(count[column] or "") for column in self.COLUMNS))
         console.print(table)
         titles = {"Schedulers of the fork's run were served by": self.served}
         titles |= {f"They {verdict}:": reasons for verdict, reasons in self.reasons.items()}
