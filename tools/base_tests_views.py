@@ -21,10 +21,11 @@ _NULL = SimpleNamespace(block_id=0, is_null=True, ref_cnt=0, block_hash=None, _b
 def show(manager: KVCacheManager) -> None:
     """Give a manager's coordinator one view per KV cache group."""
     coordinator = manager.coordinator
-    coordinator.single_type_managers = tuple(  # type: ignore[assignment]
+    views: Any = tuple(
         GroupView(coordinator, of_type, of_type.attention_type.group_ids.index(group_id))
         for group_id, of_type in enumerate(coordinator.single_type_managers)
     )
+    coordinator.single_type_managers = views
 
 
 class GroupView:
