@@ -203,6 +203,8 @@ _PARALLELISM = [
     ("pipeline parallelism, with a simulated worker",
      _full(parallel_config__pipeline_parallel_size=2), _ORACLE + "test_preemption_and_resumption"),
     ("data parallelism, here in one of the engines", _full(parallel_config__data_parallel_size=2)),
+    ("workers on Ray, which base does not start on CPUs",
+     _full(parallel_config__distributed_executor_backend="ray")),
     ("decode context parallelism",
      _with(_full(parallel_config__decode_context_parallel_size=2), dcp_world_size=2),
      _COVERAGE + "test_context_parallelism_of_the_engine"),
