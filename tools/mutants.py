@@ -403,8 +403,8 @@ MUTANTS = (
     Mutant(
         "blocks are cached while they are loaded",
         MANAGER,
-        "if occasion.delay_cache_blocks:",
-        "if not num_new_tokens and num_computed < 0:",
+        "        if delay_cache_blocks:",
+        "        if not num_new_tokens and num_computed < 0:",
     ),
     Mutant(
         "blocks are zeroed while they are loaded",
@@ -415,8 +415,8 @@ MUTANTS = (
     Mutant(
         "tokens that are loaded get no slots",
         MANAGER,
-        "num_adopted = num_new_computed_tokens + num_external_computed_tokens",
-        "num_adopted = num_new_computed_tokens + min(num_external_computed_tokens, 1)",
+        "min(num_computed + num_external_computed_tokens, self.max_model_len)",
+        "min(num_computed + min(num_external_computed_tokens, 1), self.max_model_len)",
     ),
     Mutant(
         "a connector sees the first group's blocks in all groups of a type",

@@ -2,7 +2,7 @@
 """The scheduler's view of the KV cache, with the contract of base vLLM 0.32's manager."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.v1.core.hybrid._core import (
     GroupedKVCacheBlock,
@@ -31,17 +31,16 @@ from vllm.v1.request import Request, RequestStatus
 NEWCOMERS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-@dataclass(slots=True)
-class _Occasion:
+class _Occasion(NamedTuple):
     """What a step is told beyond its tokens, where it is more than a running request's next."""
 
     blocks: RequestBlocks
     num_computed: int
     #: Free blocks that are left alone.
-    num_kept: int = 0
-    num_encoder_tokens: int = 0
-    delay_cache_blocks: bool = False
-    skip_zeroing_group_ids: tuple[int, ...] = ()
+    num_kept: int
+    num_encoder_tokens: int
+    delay_cache_blocks: bool
+    skip_zeroing_group_ids: tuple[int, ...]
 
 
 class KVCacheManager(KVCacheQueries):
@@ -237,8 +236,8 @@ class KVCacheManager(KVCacheQueries):
         Raises:
             ValueError: if there is nothing to do.
         """
-        num_adopted = num_new_computed_tokens + num_external_computed_tokens
-        if num_new_tokens <= 0 and num_adopted <= 0:
+        adopts = num_new_computed_tokens > 0 or num_external_computed_tokens > 0
+        if num_new_tokens <= 0 and not adopts:
             raise ValueError(
                 f"num_new_tokens is {num_new_tokens}; without computed tokens to adopt, "
                 "accepted are values of 1 and above"
@@ -250,20 +249,22 @@ class KVCacheManager(KVCacheQueries):
             # It kept its blocks, and comes back with the next input of a streaming session.
             coordinator.take_up_caching(blocks, request.num_computed_tokens)
             self._next_event.pop(request.request_id, None)
-        num_computed = min(request.num_computed_tokens + num_adopted, self.max_model_len)
+        num_computed = num_read_from = request.num_computed_tokens + num_new_computed_tokens
+        if num_external_computed_tokens:
+            num_computed = min(num_computed + num_external_computed_tokens, self.max_model_len)
+            # The last token is computed even where all are loaded, and reads the window before it.
+            num_read_from = min(num_computed, request.num_tokens - 1)
         # Free blocks that are not there to be allocated.
         num_kept = reserved_blocks
         if self.watermark_blocks and has_scheduled_reqs and request.status in NEWCOMERS:
             num_kept += self.watermark_blocks
 
-        if full_sequence_must_fit or num_adopted:
+        if full_sequence_must_fit or adopts:
             hits = coordinator.no_blocks
             if new_computed_blocks is not None:
                 hits = new_computed_blocks.by_type
             if not coordinator.is_usable(hits):
                 return None
-            # The last token is computed even where all are loaded, and reads the window before it.
-            num_read_from = min(num_computed, request.num_tokens - 1)
             num_skipped = coordinator.num_skipped_blocks(num_read_from)
             num_step = num_computed + num_new_tokens + num_lookahead_tokens
             num_all = request.num_tokens if full_sequence_must_fit else 0
@@ -337,10 +338,21 @@ class KVCacheManager(KVCacheQueries):
         For a running request the gate calls it.
         """
         coordinator = self.coordinator
+        num_kept = num_encoder_tokens = 0
+        delay_cache_blocks = False
+        skip_zeroing_group_ids: tuple[int, ...] = ()
         if occasion is None:
             blocks = coordinator.requests[request.request_id]
-            occasion = _Occasion(blocks, request.num_computed_tokens)
-        blocks, num_computed, num_kept = occasion.blocks, occasion.num_computed, occasion.num_kept
+            num_computed = request.num_computed_tokens
+        else:
+            (
+                blocks,
+                num_computed,
+                num_kept,
+                num_encoder_tokens,
+                delay_cache_blocks,
+                skip_zeroing_group_ids,
+            ) = occasion
         # First, since it makes room. Steps in flight still read what is below their tokens.
         # A load reads nothing.
         num_processed = num_computed - request.num_in_flight_tokens
@@ -352,26 +364,21 @@ class KVCacheManager(KVCacheQueries):
         if num_tokens > self.max_model_len:
             num_tokens = self.max_model_len
         new_blocks = self.empty_kv_cache_blocks
-        if num_tokens >= blocks.next_slots or occasion.num_encoder_tokens:
+        if num_tokens >= blocks.next_slots or num_encoder_tokens:
             num_states = coordinator.num_states(num_computed, num_final, request)
             allocated = coordinator.allocate(
-                request.request_id,
-                blocks,
-                num_tokens,
-                num_kept,
-                num_states,
-                occasion.num_encoder_tokens,
+                request.request_id, blocks, num_tokens, num_kept, num_states, num_encoder_tokens
             )
             if allocated is None:
                 return None
             if coordinator.records_new_blocks:
-                coordinator.record_new(allocated, occasion.skip_zeroing_group_ids)
+                coordinator.record_new(allocated, skip_zeroing_group_ids)
             if self._residency is not None:
                 self._residency.allocated(allocated)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
         elif num_kept and num_kept > self.block_pool.get_num_free_blocks():
             return None
-        if occasion.delay_cache_blocks:
+        if delay_cache_blocks:
             return new_blocks
 
         if num_final >= blocks.next_cached:
