@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from support.kv_configs import KVSetup, chunked, full, sliding
+from support.oracle import OracleSettings
+from support.oracle.engine_config import make_vllm_config
 from support.requests import RequestPlan, block_hasher, make_request
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.request import Request, RequestStatus
 
 GEMMA = (full(16), sliding(33, 16, 5))
@@ -214,6 +220,27 @@ def test_blocks_as_a_connector_looks_at_them():
     assert unhashed == [[group[-1].block_id] for group in blocks.blocks]
     assert [len(group) for group in blocks.new_empty().blocks] == [0] * 6
     assert [len(group) for group in (blocks + blocks).blocks] == [10] * 6
+
+
+def test_offloading_is_not_divided_by_the_number_of_groups():
+    """A key is of one group in base, and takes no more than a block of that group.
+
+    So memory on the host holds as many physical blocks as equally much on the device.
+    """
+    memory = 64 << 20
+    config = make_vllm_config(OracleSettings(), block_size=16, num_blocks=1)
+    config.cache_config.kv_cache_layout = "LBNHC"
+    config.kv_transfer_config = KVTransferConfig(
+        "OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": memory},
+    )
+    specs = {f"layer.{i}": (sliding(64, 16) if i % 6 else full(16)).spec() for i in range(12)}
+    (kv_cache,) = get_kv_cache_configs(config, [specs], [memory])
+
+    assert len(kv_cache.kv_cache_groups) == 6
+    offloading = CPUOffloadingSpec(build_offloading_config(config, kv_cache))
+    assert offloading.num_chunks == kv_cache.num_blocks
 
 
 KINDS = {
