@@ -272,6 +272,10 @@ _CONNECTOR_TESTS = {
     "DecodeBenchConnector": _ON_CONNECTORS + "test_decode_bench_connector",
     "ExampleConnector": _ON_CONNECTORS + "test_example_connector",
     "LMCacheConnectorV1": _COVERAGE + "test_engines",
+    "MultiConnector": _COVERAGE + "test_kv_connectors",
+    "OffloadingConnector": (
+        _UNIT + "test_kv_connectors.py::test_offloading_is_not_divided_by_the_number_of_groups"
+    ),
 }
 
 
