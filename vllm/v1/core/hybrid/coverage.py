@@ -72,12 +72,12 @@ _COVERED_SPECULATION = {
 
 #: KV connectors of base that know of a request's blocks no more than their ids and whether
 #: they are in the prefix cache. Others reach into base's block pool (SimpleCPUOffloadConnector,
-#: MooncakeStoreConnector, HiSparseConnector), or give the blocks to a library of their own.
+#: MooncakeStoreConnector, HiSparseConnector), or give the blocks to a library of their own, from
+#: which LMCache's connectors even take their class.
 _COVERED_CONNECTORS = {
     "DecodeBenchConnector",
     "ExampleConnector",
     "HF3FSKVConnector",
-    "LMCacheMPConnector",
     "MoRIIOConnector",
     "MooncakeConnector",
     "MultiConnector",
