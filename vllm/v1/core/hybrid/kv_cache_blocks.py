@@ -114,15 +114,22 @@ class PhysicalBlock(NamedTuple):
 class KVCacheBlocksByGroup(KVCacheBlocks):
     """The blocks of one request as KV connectors know them: ``blocks[group][i]``, as in base."""
 
-    __slots__ = ()
+    __slots__ = ("_by_group",)
+
+    def __init__(self, by_type: BlocksByType, layout: GroupLayout) -> None:
+        super().__init__(by_type, layout)
+        self._by_group: tuple[list[PhysicalBlock], ...] | None = None
 
     @property
     def blocks(self) -> tuple[list[PhysicalBlock], ...]:  # type: ignore[override]
-        """Per KV cache group, its blocks in token order; made anew each time."""
-        return tuple(
-            [
-                PhysicalBlock(block.block_ids[place], block.block_hash, block.is_null)
-                for block in self.by_type[type_id]
-            ]
-            for type_id, place in self.layout
-        )
+        """Per KV cache group, its blocks in token order."""
+        # Base's offloading connector asks again for each group.
+        if self._by_group is None:
+            ids = [blocks.block_ids() for blocks in self.by_type]
+            hashes = [[block.block_hash for block in blocks] for blocks in self.by_type]
+            pairs = [(ids[type_id][place], hashes[type_id]) for type_id, place in self.layout]
+            self._by_group = tuple(
+                [PhysicalBlock(i, block_hash, not i) for i, block_hash in zip(*pair, strict=True)]
+                for pair in pairs
+            )
+        return self._by_group

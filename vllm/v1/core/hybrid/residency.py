@@ -18,7 +18,8 @@ class ResidencyMetrics:
     """Tells base's collector what happens to physical blocks.
 
     As in base, a block has been evicted when its id is given to others, or when
-    `KVCacheManager.evict_blocks` names it; without prefix caching none is.
+    `KVCacheManager.evict_blocks` names it; without prefix caching none is. Of a grouped block
+    that is evicted as a whole, ids that nobody needs yet are told of when they are given out.
     """
 
     def __init__(self, collector: KVCacheMetricsCollector, enable_caching: bool) -> None:
