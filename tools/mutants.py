@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "hits that are evictable are not counted in admission",
         MANAGER,
-        "                num_free -= pool.count_evictable_ids(hits, num_skipped)\n",
-        "",
+        "num_evictable = pool.count_evictable_ids(hits, num_skipped)",
+        "num_evictable = 0",
     ),
     Mutant(
         "admission counts a window as if it kept everything",
@@ -397,8 +397,8 @@ MUTANTS = (
     Mutant(
         "what a load leaves out of a window is released for the token after the prompt",
         MANAGER,
-        "if num_processed >= blocks.next_released and num_new_tokens:",
-        "if num_processed >= blocks.next_released:",
+        "        if num_new_tokens:\n",
+        "        if num_computed:\n",
     ),
     Mutant(
         "blocks are cached while they are loaded",
@@ -415,13 +415,13 @@ MUTANTS = (
     Mutant(
         "tokens that are loaded get no slots",
         MANAGER,
-        "min(num_computed + num_external_computed_tokens, self.max_model_len)",
-        "min(num_computed + min(num_external_computed_tokens, 1), self.max_model_len)",
+        "min(num_hit + num_external_computed_tokens, self.max_model_len)",
+        "min(num_hit + min(num_external_computed_tokens, 1), self.max_model_len)",
     ),
     Mutant(
         "a connector sees the first group's blocks in all groups of a type",
         BLOCKS,
-        "PhysicalBlock(block.block_ids[place],",
-        "PhysicalBlock(block.block_ids[0],",
+        "(ids[type_id][place], hashes[type_id])",
+        "(ids[type_id][0], hashes[type_id])",
     ),
 )

@@ -147,6 +147,19 @@ def test_the_window_of_a_finished_prompt_s_last_token_is_kept_for_who_loads_it()
     manager.check_integrity()
 
 
+def test_a_session_that_comes_back_makes_room_for_itself():
+    """What its last input pushed out of the window is released before its next one is counted."""
+    manager = make_manager(15, kinds=(sliding(17, 16, 2),), max_chunk=64)
+    req = request("session", (1, 128))
+    assert manager.allocate_slots(req, 64, full_sequence_must_fit=True) is not None
+    req.num_computed_tokens = 64
+    assert manager.block_pool.get_num_free_blocks() == 6
+
+    assert manager.allocate_slots(req, 64, full_sequence_must_fit=True) is not None
+    assert pattern(manager, req) == ["...xxxxx"] * 2
+    manager.check_integrity()
+
+
 def test_a_repeated_prompt_hits_all_but_its_last_token():
     manager = make_manager(log_stats=True)
     first, second = request("a", (1, 80)), request("b", (1, 80))

@@ -222,6 +222,17 @@ def test_blocks_as_a_connector_looks_at_them():
     assert [len(group) for group in (blocks + blocks).blocks] == [10] * 6
 
 
+@pytest.mark.parametrize("manager_cls", [BaseKVCacheManager, KVCacheManager], ids=["base", "fork"])
+def test_what_a_drafter_reads_again_is_kept_of_a_load(manager_cls: Any) -> None:
+    """Of two modules: as much as a hit at the load's end needs."""
+    kinds = (full(16, draft=True), sliding(33, 16, 2, retained=1))
+    manager = make_manager(2000, manager_cls, kinds=kinds, use_eagle=True, prefill_lookahead=2)
+    first = request("first", (1, 440))
+    assert begin_load(manager, first, 432) == 0
+    # 432 - 32 - 1 tokens are skipped, of 25 blocks all but the last.
+    assert pattern(manager, first)[1] == "." * 24 + "xxx"
+
+
 def test_offloading_is_not_divided_by_the_number_of_groups():
     """A key is of one group in base, and takes no more than a block of that group.
 

@@ -249,9 +249,10 @@ class KVCacheManager(KVCacheQueries):
             # It kept its blocks, and comes back with the next input of a streaming session.
             coordinator.take_up_caching(blocks, request.num_computed_tokens)
             self._next_event.pop(request.request_id, None)
-        num_computed = num_read_from = request.num_computed_tokens + num_new_computed_tokens
+        num_hit = num_computed = request.num_computed_tokens + num_new_computed_tokens
+        num_read_from = num_hit
         if num_external_computed_tokens:
-            num_computed = min(num_computed + num_external_computed_tokens, self.max_model_len)
+            num_computed = min(num_hit + num_external_computed_tokens, self.max_model_len)
             # The last token is computed even where all are loaded, and reads the window before it.
             num_read_from = min(num_computed, request.num_tokens - 1)
         # Free blocks that are not there to be allocated.
@@ -265,22 +266,28 @@ class KVCacheManager(KVCacheQueries):
                 hits = new_computed_blocks.by_type
             if not coordinator.is_usable(hits):
                 return None
-            num_skipped = coordinator.num_skipped_blocks(num_read_from)
+            num_skipped = coordinator.num_skipped_blocks(num_read_from, num_hit)
             num_step = num_computed + num_new_tokens + num_lookahead_tokens
             num_all = request.num_tokens if full_sequence_must_fit else 0
             num_free = pool.get_num_free_blocks() - num_kept
             # A hit only saves blocks: where there is room without it, nothing has to be counted.
             if coordinator.max_physical_blocks(num_step, num_all, num_encoder_tokens) > num_free:
-                num_free -= pool.count_evictable_ids(hits, num_skipped)
+                num_evictable = pool.count_evictable_ids(hits, num_skipped)
                 need = blocks, hits, num_skipped, num_encoder_tokens
+                if full_sequence_must_fit:
+                    states = coordinator.num_states(num_computed, num_all, request)
+                    most = num_free + reserved_blocks - num_evictable
+                    if not self._fits(most, num_all, *need, num_states=states, recycled=True):
+                        return None
+                if blocks.next_slots and num_new_tokens:
+                    # It has had slots before: what it does not read any more makes room.
+                    self._release(request, blocks, num_computed)
+                    num_free = pool.get_num_free_blocks() - num_kept
                 states = coordinator.num_states(
                     num_computed, num_computed + num_new_tokens, request
                 )
+                num_free -= num_evictable
                 if not self._fits(num_free, num_step, *need, num_states=states):
-                    return None
-                num_free += reserved_blocks
-                states = coordinator.num_states(num_computed, num_all, request)
-                if not self._fits(num_free, num_all, *need, num_states=states, recycled=True):
                     return None
             # A load of a prompt's only token leaves none computed, but the request has its blocks.
             if num_new_computed_tokens or (
@@ -353,11 +360,9 @@ class KVCacheManager(KVCacheQueries):
                 delay_cache_blocks,
                 skip_zeroing_group_ids,
             ) = occasion
-        # First, since it makes room. Steps in flight still read what is below their tokens.
-        # A load reads nothing.
-        num_processed = num_computed - request.num_in_flight_tokens
-        if num_processed >= blocks.next_released and num_new_tokens:
-            coordinator.release_skipped(blocks, num_processed)
+        # First, since it makes room. A load reads nothing yet.
+        if num_new_tokens:
+            self._release(request, blocks, num_computed)
 
         num_final = num_computed + num_new_tokens
         num_tokens = num_final + num_lookahead_tokens
@@ -388,6 +393,12 @@ class KVCacheManager(KVCacheQueries):
                 coordinator.cache_blocks(request, blocks, num_final)
         self._next_event[request.request_id] = blocks.next_event()
         return new_blocks
+
+    def _release(self, request: Request, blocks: RequestBlocks, num_computed: int) -> None:
+        """Release what is out of windows; steps in flight still read what is below their tokens."""
+        num_processed = num_computed - request.num_in_flight_tokens
+        if num_processed >= blocks.next_released:
+            self.coordinator.release_skipped(blocks, num_processed)
 
     def remove_skipped_blocks(
         self,

@@ -175,11 +175,28 @@ class KVCacheCoordinator(ABC):
         """More physical blocks than the greatest number of tokens takes, in all types together."""
         return int(max(num_tokens) * self._blocks_per_token) + len(self.single_type_managers)
 
-    def num_skipped_blocks(self, num_computed_tokens: int) -> Sequence[int]:
-        """Per type, the leading blocks that no query after ``num_computed_tokens`` reads."""
+    def num_skipped_blocks(
+        self, num_computed_tokens: int, num_hit_tokens: int | None = None
+    ) -> Sequence[int]:
+        """Per type, the leading blocks that no query after ``num_computed_tokens`` reads.
+
+        Of the tokens after a hit of ``num_hit_tokens``, which a KV connector loads, what a drafter
+        may read again is kept, as in base.
+        """
         if not self._releasing:
             return self._none_skipped
-        return [m.num_skipped_tokens(num_computed_tokens) // m.block_size for m in self.managers]
+        if num_hit_tokens is None or num_hit_tokens == num_computed_tokens:
+            return [
+                m.num_skipped_tokens(num_computed_tokens) // m.block_size for m in self.managers
+            ]
+        return [
+            max(
+                m.num_skipped_tokens(num_hit_tokens),
+                m.num_skipped_tokens(num_computed_tokens - m.num_reread_tokens),
+            )
+            // m.block_size
+            for m in self.managers
+        ]
 
     def get_num_blocks_to_allocate(
         self,
