@@ -401,44 +401,22 @@ def test_gemma3_270m_in_its_own_dtype(engines: EnginePair, gemma3_270m: Path) ->
     assert fork.num_steps == base.num_steps
 
 
-def run_two_ranks(
-    model: Path, rounds: list[Round], **engine_args: Any
-) -> tuple[EngineResult, EngineResult]:
-    """One after the other: the ranks of one engine already keep two cores busy."""
+def test_two_tensor_parallel_ranks(tiny_gemma3: Path) -> None:
+    # One after the other: the ranks of one engine already keep two cores busy.
     results = []
     for is_fork in (False, True):
         with EngineProcess(fork=is_fork) as process:
             results.append(
                 process.run(
-                    model,
-                    rounds,
+                    tiny_gemma3,
+                    [*ordinary_rounds()[:2], busy_rounds()[1]],
                     tensor_parallel_size=2,
                     distributed_executor_backend="mp",
-                    **engine_args,
+                    num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
+                    **SMALL,
                 )
             )
     base, fork = results
     verify_pair(base, fork)
-    return base, fork
-
-
-def test_two_tensor_parallel_ranks(tiny_gemma3: Path) -> None:
-    base, fork = run_two_ranks(
-        tiny_gemma3,
-        [*ordinary_rounds()[:2], busy_rounds()[1]],
-        num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
-        **SMALL,
-    )
     assert_same_outputs(base, fork)
     assert_preempted(base, fork)
-
-
-def test_gemma3_270m_on_two_tensor_parallel_ranks(gemma3_270m: Path) -> None:
-    texts = real_texts()[1:]
-    base, fork = run_two_ranks(
-        gemma3_270m,
-        [Round(texts, max_tokens=8), Round(texts[1:], max_tokens=8)],
-        max_num_batched_tokens=256,
-    )
-    assert_same_outputs(base, fork, logprob_tolerance=1e-3)
-    assert fork.total("prefix_cache_hits") > 0

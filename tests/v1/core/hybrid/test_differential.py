@@ -60,7 +60,7 @@ def report(name: str, totals: Totals, operations: set[str] = OPERATIONS) -> None
 
 def test_ample_pools() -> None:
     """All that fits: hardly anything is evicted, and all observations are equal."""
-    totals = explore(programs(), lambda program: run_program(program, KVCacheManager), 160)
+    totals = explore(programs(), lambda program: run_program(program, KVCacheManager), 110)
     report("ample pools", totals)
     assert min(totals.junctions) > 0
     assert totals.compared > 0.95 * totals.ops
