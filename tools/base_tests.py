@@ -257,7 +257,8 @@ def main() -> int:
     files = parser.parse_args().files
     folder = fetch_tests(vllm.__version__.partition("+")[0])
     tally = Tally(*(run_tests(folder, files, manager) for manager in ("base", FORK)))
-    tally.print(Console())
+    # In a file, numbers must not be cut off.
+    tally.print(Console(width=None if sys.stdout.isatty() else 180))
     # A run in which the fork served nothing shows nothing.
     return 1 if tally.failures or not tally.served[FORK] else 0
 
