@@ -179,7 +179,7 @@ def main() -> int:
         "answers",
         "differ",
         "lengths of their prompts",
-        "tokens loaded, hit",
+        "hit in the decode engine",
     ):
         table.add_column(column)
     rows = [compare(name == "fork", batches, expected) for name in ([only] if only else MANAGERS)]
