@@ -174,13 +174,7 @@ def main() -> int:
     expected = [single.answer(prompts, [None] * len(prompts), MAX_TOKENS) for prompts in batches]
     single.stop()
     table = Table(title="Prefill and decode in two engines")
-    for column in (
-        "manager",
-        "answers",
-        "differ",
-        "lengths of their prompts",
-        "hit in the decode engine",
-    ):
+    for column in COLUMNS:
         table.add_column(column)
     rows = [compare(name == "fork", batches, expected) for name in ([only] if only else MANAGERS)]
     for row in rows:
