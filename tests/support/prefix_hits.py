@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills a coordinator's prefix cache by hand, and draws what is hit of it."""
+"""Fills a coordinator's prefix cache by hand, and draws what is hit of it, and what is held."""
+
+from typing import Any
 
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.request import Request
 
 #: Of the blocks of a prompt, in order.
 HASHES = [BlockHash(bytes([i])) for i in range(64)]
@@ -33,4 +36,12 @@ def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, 
     hit = coordinator.find_hit(HASHES, max_tokens)
     return hit.num_tokens, [
         "".join("." if block.is_null else "x" for block in blocks) for blocks in hit.blocks
+    ]
+
+
+def held_pattern(manager: Any, request: Request) -> list[str]:
+    """Of either manager: per KV cache group what a request holds, drawn alike."""
+    return [
+        "".join("." if block_id == 0 else "x" for block_id in ids)
+        for ids in manager.get_block_ids(request.request_id)
     ]

@@ -12,6 +12,7 @@ import weakref
 import pytest
 
 from support.kv_configs import KVSetup, full, mla, sliding
+from support.prefix_hits import held_pattern
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
@@ -63,13 +64,6 @@ def free(manager: KVCacheManager, *requests: Request) -> None:
         manager.check_integrity()
 
 
-def pattern(manager: KVCacheManager, req: Request) -> list[str]:
-    return [
-        "".join("." if block_id == 0 else "x" for block_id in ids)
-        for ids in manager.get_block_ids(req.request_id)
-    ]
-
-
 def test_it_has_what_base_has():
     """Every public method and attribute of base's manager, with base's parameters."""
     ours, base = make_manager(), KVSetup(GEMMA, 1000).build(BaseKVCacheManager)
@@ -115,9 +109,9 @@ def test_decode_allocates_at_block_boundaries_and_releases_what_leaves_the_windo
     # At 48 computed tokens the next query reads positions 16 and later.
     decode(manager, req, 14)
     assert req.num_computed_tokens == 48
-    assert pattern(manager, req) == ["xxx"] * 6
+    assert held_pattern(manager, req) == ["xxx"] * 6
     assert decode(manager, req) == 6
-    assert pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
+    assert held_pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
     free(manager, req)
     assert manager.usage == 0
 
@@ -128,10 +122,10 @@ def test_tokens_in_flight_delay_the_release():
     prefill(manager, req)
     req.num_in_flight_tokens = 48
     decode(manager, req)
-    assert pattern(manager, req) == ["xxxx"] * 6
+    assert held_pattern(manager, req) == ["xxxx"] * 6
     req.num_in_flight_tokens = 1
     decode(manager, req)
-    assert pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
+    assert held_pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
 
 
 def test_the_window_of_a_finished_prompt_s_last_token_is_kept_for_who_loads_it():
@@ -141,9 +135,9 @@ def test_the_window_of_a_finished_prompt_s_last_token_is_kept_for_who_loads_it()
 
     # Token 64 reads from token 32 on; token 63, which a decoder computes again, from 31 on.
     manager.remove_skipped_blocks("first", 64, num_prompt_tokens=64)
-    assert pattern(manager, first) == ["xxxx"] + [".xxx"] * 5
+    assert held_pattern(manager, first) == ["xxxx"] + [".xxx"] * 5
     manager.remove_skipped_blocks("first", 64)
-    assert pattern(manager, first) == ["xxxx"] + ["..xx"] * 5
+    assert held_pattern(manager, first) == ["xxxx"] + ["..xx"] * 5
     manager.check_integrity()
 
 
@@ -156,7 +150,7 @@ def test_a_session_that_comes_back_makes_room_for_itself():
     assert manager.block_pool.get_num_free_blocks() == 6
 
     assert manager.allocate_slots(req, 64, full_sequence_must_fit=True) is not None
-    assert pattern(manager, req) == ["...xxxxx"] * 2
+    assert held_pattern(manager, req) == ["...xxxxx"] * 2
     manager.check_integrity()
 
 
@@ -168,7 +162,7 @@ def test_a_repeated_prompt_hits_all_but_its_last_token():
     num_free = manager.block_pool.get_num_free_blocks()
     assert num_free == 999
     assert prefill(manager, second) == 64
-    assert pattern(manager, second) == ["xxxxx"] + ["..xxx"] * 5
+    assert held_pattern(manager, second) == ["xxxxx"] + ["..xxx"] * 5
     assert manager.block_pool.get_num_free_blocks() == 999 - 5 - 15
     manager.record_prefix_cache_stats(second, 64)
     stats = manager.make_prefix_cache_stats()
@@ -185,7 +179,7 @@ def test_requests_that_run_at_once_share_and_survive_each_other():
     pairs = zip(manager.get_block_ids("a"), manager.get_block_ids("b"), strict=True)
     assert [len((set(x) & set(y)) - {0}) for x, y in pairs] == [4] + [2] * 5
     free(manager, a)
-    assert pattern(manager, b) == ["xxxxx"] + ["..xxx"] * 5
+    assert held_pattern(manager, b) == ["xxxxx"] + ["..xxx"] * 5
     free(manager, b)
     assert manager.usage == 0
 
@@ -218,9 +212,9 @@ def test_nothing_happens_when_blocks_do_not_suffice():
     manager = make_manager(num_blocks=1 + 6 * 5)
     a, b = request("a", (1, 40)), request("b", (2, 40))
     assert prefill(manager, a) == 0
-    before = (manager.block_pool.get_num_free_blocks(), pattern(manager, a))
+    before = (manager.block_pool.get_num_free_blocks(), held_pattern(manager, a))
     assert prefill(manager, b) is None
-    assert (manager.block_pool.get_num_free_blocks(), pattern(manager, a)) == before
+    assert (manager.block_pool.get_num_free_blocks(), held_pattern(manager, a)) == before
     assert manager.get_block_ids("b") == ([],) * 6
     free(manager, a)
     assert prefill(manager, b) == 0

@@ -13,6 +13,7 @@ import pytest
 from support.kv_configs import KVSetup, chunked, full, sliding
 from support.oracle import OracleSettings
 from support.oracle.engine_config import make_vllm_config
+from support.prefix_hits import held_pattern
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
@@ -68,26 +69,19 @@ def check(manager: Any) -> None:
         manager.check_integrity()
 
 
-def pattern(manager: Any, req: Request) -> list[str]:
-    return [
-        "".join("." if block_id == 0 else "x" for block_id in ids)
-        for ids in manager.get_block_ids(req.request_id)
-    ]
-
-
 def test_a_load_beside_the_steps():
     manager = make_manager()
     first, second = request("first", (1, 90)), request("second", (1, 90))
 
     assert begin_load(manager, first, 64) == 0
     # Of a window only what the token after the load reads.
-    assert pattern(manager, first) == ["xxxx"] + ["..xx"] * 5
+    assert held_pattern(manager, first) == ["xxxx"] + ["..xx"] * 5
     assert manager.block_pool.get_num_free_blocks() == 999 - 4 - 10
     assert manager.get_computed_blocks(second)[1] == 0
     end_load(manager, first)
     assert manager.get_computed_blocks(second)[1] == 64
     assert manager.allocate_slots(first, 26) is not None
-    assert pattern(manager, first) == ["xxxxxx"] + ["..xxxx"] * 5
+    assert held_pattern(manager, first) == ["xxxxxx"] + ["..xxxx"] * 5
     manager.free(first)
     assert manager.usage == 0
 
@@ -99,7 +93,7 @@ def test_a_load_in_the_step_that_goes_on_from_it():
     new = manager.allocate_slots(first, 26, num_external_computed_tokens=64)
     check(manager)
     assert new is not None
-    assert pattern(manager, first) == ["xxxxxx"] + ["..xxxx"] * 5
+    assert held_pattern(manager, first) == ["xxxxxx"] + ["..xxxx"] * 5
     # What is loaded within the step can be read in it.
     assert manager.get_computed_blocks(request("second", (1, 90)))[1] == 80
 
@@ -112,7 +106,7 @@ def test_a_load_after_a_hit():
 
     assert begin_load(manager, second, 48) == 48
     # The window that the hit needed is out of the one that the load needs.
-    assert pattern(manager, second) == ["xxxxxx"] + ["....xx"] * 5
+    assert held_pattern(manager, second) == ["xxxxxx"] + ["....xx"] * 5
     blocks = manager.get_blocks("second").get_unhashed_block_ids_all_groups()
     assert blocks == [
         ids[-3:] if len(set(ids)) == 6 else ids[-2:] for ids in manager.get_block_ids("second")
@@ -127,14 +121,14 @@ def test_a_load_of_the_whole_prompt_keeps_what_the_last_token_reads():
     first = request("first", (1, 64))
 
     assert begin_load(manager, first, 64) == 0
-    assert pattern(manager, first) == ["xxxx"] + [".xxx"] * 5
+    assert held_pattern(manager, first) == ["xxxx"] + [".xxx"] * 5
     end_load(manager, first)
     assert manager.allocate_slots(first, 1) is not None
-    assert pattern(manager, first) == ["xxxx"] + [".xxx"] * 5
+    assert held_pattern(manager, first) == ["xxxx"] + [".xxx"] * 5
     first.status, first.num_computed_tokens = RequestStatus.RUNNING, 64
     first.append_output_token_ids(7)
     assert manager.allocate_slots(first, 1) is not None
-    assert pattern(manager, first) == ["xxxxx"] + ["..xxx"] * 5
+    assert held_pattern(manager, first) == ["xxxxx"] + ["..xxx"] * 5
 
 
 def test_a_load_of_the_rest_of_a_prompt_keeps_what_the_last_token_reads_of_the_hit():
@@ -143,7 +137,7 @@ def test_a_load_of_the_rest_of_a_prompt_keeps_what_the_last_token_reads_of_the_h
     assert manager.allocate_slots(first, 50) is not None
 
     assert begin_load(manager, second, 16) == 48
-    assert pattern(manager, second) == ["xxxx"] + [".xxx"] * 5
+    assert held_pattern(manager, second) == ["xxxx"] + [".xxx"] * 5
     assert manager.get_block_ids("second")[1][1] == manager.get_block_ids("first")[1][1]
 
 
@@ -156,7 +150,7 @@ def test_a_load_of_a_prompt_of_one_token():
     assert first.num_computed_tokens == 0
 
     assert begin_load(manager, first, 1) == 0
-    assert pattern(manager, first) == ["x"] * 6
+    assert held_pattern(manager, first) == ["x"] * 6
     assert manager.block_pool.get_num_free_blocks() == 999 - 6
 
 
@@ -230,7 +224,7 @@ def test_what_a_drafter_reads_again_is_kept_of_a_load(manager_cls: Any) -> None:
     first = request("first", (1, 440))
     assert begin_load(manager, first, 432) == 0
     # 432 - 32 - 1 tokens are skipped, of 25 blocks all but the last.
-    assert pattern(manager, first)[1] == "." * 24 + "xxx"
+    assert held_pattern(manager, first)[1] == "." * 24 + "xxx"
 
 
 def test_offloading_is_not_divided_by_the_number_of_groups():
@@ -309,7 +303,7 @@ def test_random_loads_as_with_base(kinds: Any) -> None:
                     (
                         num_hit,
                         refused,
-                        pattern(manager, req),
+                        held_pattern(manager, req),
                         manager.block_pool.get_num_free_blocks(),
                         [len(ids) for ids in unhashed],
                         manager.estimate_cached_tokens(req),
