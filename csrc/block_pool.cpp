@@ -71,24 +71,17 @@ const Block& BlockPool::checked(BlockHandle handle) const {
   return found;
 }
 
-void BlockPool::make_room(std::size_t type_id, std::int64_t num_blocks) {
-  if (num_blocks < 0) {
-    throw std::invalid_argument("cannot allocate " + std::to_string(num_blocks) +
-                                " KV cache blocks: the count is negative");
-  }
-  const std::size_t groups = num_groups(type_id), wanted = static_cast<std::size_t>(num_blocks);
-  if (wanted > num_free() / groups) {
-    throw std::invalid_argument("cannot allocate " + std::to_string(wanted) + " x " +
-                                std::to_string(groups) + " KV cache blocks: " +
-                                std::to_string(num_free()) + " of " +
-                                std::to_string(blank_.num_blocks()) + " are free");
+void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
+  const std::size_t groups = num_groups(type_id), num_ids = num_blocks * groups;
+  if (num_blocks > num_free() / groups) {
+    throw std::logic_error("more blocks are allocated than are free");
   }
   // As a rule as many blocks as are wanted, of this type or of another.
   const std::size_t to_evict =
-      blank_.size() < wanted * groups ? (wanted * groups - blank_.size() - 1) / groups + 1 : 0;
+      blank_.size() < num_ids ? (num_ids - blank_.size() - 1) / groups + 1 : 0;
   BlockIndex ahead = evictable_.first();
   std::size_t num_ahead = 0;
-  for (std::size_t i = 0; blank_.size() < wanted * groups; ++i) {
+  for (std::size_t i = 0; blank_.size() < num_ids; ++i) {
     for (; num_ahead < std::min(i + kAhead, to_evict) && ahead != kNullBlock; ++num_ahead) {
       const Block& block = at(ahead);
       indexes_[block.type_id]->prefetch_slot(block.digest);

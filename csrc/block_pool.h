@@ -22,9 +22,6 @@ struct TypeShape {
   std::int64_t num_groups;        // physical blocks of one logical block
   std::int64_t block_size;
   std::int64_t hashes_per_block;  // a type with larger blocks reads each n-th block hash
-  // A block does not hold its own tokens, but a state that sums up the whole prefix. Of the new blocks
-  // of a step only the last are written; null blocks stand for the others.
-  bool holds_states;
 };
 
 // The physical blocks of all attention types, and the grouped blocks made of them.
@@ -49,18 +46,6 @@ class BlockPool {
     return static_cast<std::size_t>(types_[type_id].num_groups);
   }
 
-  // Logical blocks of a type that hold `num_tokens` tokens.
-  std::int64_t num_blocks_for(std::size_t type_id, std::int64_t num_tokens) const {
-    const std::int64_t block_size = types_[type_id].block_size;
-    return num_tokens / block_size + (num_tokens % block_size > 0);
-  }
-
-  // Of so many new blocks of a type, in token order, those that are not null: of states the last
-  // `num_states`.
-  std::int64_t num_not_null(std::size_t type_id, std::int64_t num_new, std::int64_t num_states) const {
-    return types_[type_id].holds_states ? std::min(num_new, num_states) : num_new;
-  }
-
   std::size_t num_free() const { return blank_.size() + num_evictable_ids_; }
   std::size_t num_evictable_ids() const { return num_evictable_ids_; }
   std::int64_t num_evicted_ids() const { return num_evicted_ids_; }
@@ -76,9 +61,9 @@ class BlockPool {
     return index != kNullBlock && block(index).ref_cnt == 0;
   }
 
-  // Makes ids for `num_blocks` blocks of a type blank. Throws std::invalid_argument, with nothing
+  // Makes ids for `num_blocks` blocks of a type blank. Throws std::logic_error, with nothing
   // changed, if that many are not free.
-  void make_room(std::size_t type_id, std::int64_t num_blocks);
+  void make_room(std::size_t type_id, std::size_t num_blocks);
   // A new block with one reference; needs make_room().
   BlockIndex allocate(std::size_t type_id);
   // Adds a reference.

@@ -29,11 +29,10 @@ void BlockTable::check_range(std::int64_t begin, std::int64_t end) const {
   }
 }
 
-void BlockTable::allocate(std::int64_t num_blocks, std::int64_t num_states) {
-  const std::int64_t num_not_null = pool_->num_not_null(type_id_, num_blocks, num_states);
-  pool_->make_room(type_id_, num_not_null);
-  blocks_.resize(blocks_.size() + static_cast<std::size_t>(num_blocks - num_not_null), kNullBlock);
-  for (std::int64_t i = 0; i < num_not_null; ++i) blocks_.push_back(pool_->allocate(type_id_));
+void BlockTable::grow(std::size_t num_null, std::size_t num_real) {
+  pool_->make_room(type_id_, num_real);
+  blocks_.resize(blocks_.size() + num_null, kNullBlock);
+  for (std::size_t i = 0; i < num_real; ++i) blocks_.push_back(pool_->allocate(type_id_));
 }
 
 void BlockTable::check_adoptable(const BlockList& hit) const {

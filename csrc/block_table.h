@@ -23,8 +23,7 @@ struct BlockList {
 // |  released  |  cached or left out of the cache  |  not final yet  |
 // 0      num_released                          num_cached         size()
 //
-// Released blocks have left the window: the null block stands in their place. So it does between the
-// states of a type that holds states.
+// The null block stands in the place of released blocks, and of those that no step has written.
 class BlockTable {
  public:
   BlockTable(std::shared_ptr<BlockPool> pool, std::int64_t type_id);
@@ -39,9 +38,9 @@ class BlockTable {
   std::size_t num_cached() const { return num_cached_; }
   const std::vector<BlockIndex>& blocks() const { return blocks_; }
 
-  // Appends new blocks, of which BlockPool::num_not_null() are not null. Throws std::invalid_argument,
-  // with nothing changed, if too few are free.
-  void allocate(std::int64_t num_blocks, std::int64_t num_states);
+  // Appends null blocks, and after them new ones with one reference each, for which enough ids must
+  // be free.
+  void grow(std::size_t num_null, std::size_t num_real);
 
   // Throws std::invalid_argument if the table is not empty, or if a block of the hit was evicted
   // since the lookup.
@@ -83,17 +82,6 @@ class BlockTable {
   }
   // The decision to cache the blocks before `end`, or not, has been taken.
   void set_num_cached(std::int64_t end);
-
-  std::int64_t num_slots() const {
-    return static_cast<std::int64_t>(size()) *
-           pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
-  }
-
-  // Logical blocks that are missing for `num_tokens` slots.
-  std::int64_t num_missing(std::int64_t num_tokens) const {
-    const std::int64_t num_blocks = pool_->num_blocks_for(type_id_, num_tokens);
-    return std::max<std::int64_t>(num_blocks - static_cast<std::int64_t>(size()), 0);
-  }
 
   // Blocks [begin, end) as handles.
   std::vector<BlockHandle> handles(std::int64_t begin, std::int64_t end) const;

@@ -8,10 +8,10 @@ namespace nb = nanobind;
 namespace hybrid_kv {
 
 std::int64_t to_int64(nb::handle value) {
-  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
-  if (!index.is_valid()) throw nb::python_error();
+  // An int subclass, too: its __index__ is never called.
+  if (!PyLong_Check(value.ptr())) return to_int64(checked(PyNumber_Index(value.ptr())));
   int overflow = 0;
-  const long long number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
   if (overflow < 0) return std::numeric_limits<std::int64_t>::min();
   if (overflow > 0) return std::numeric_limits<std::int64_t>::max();
   return number;

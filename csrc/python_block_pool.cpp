@@ -2,12 +2,12 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "python_blocks.h"
+#include "request_tables.h"
 
 namespace nb = nanobind;
 
@@ -37,173 +37,102 @@ void init_pool(PyPool* self, nb::handle num_blocks, nb::handle types, bool recor
   std::vector<TypeShape> shapes;
   for (nb::handle type : nb::iter(types)) {
     const std::vector<std::int64_t> shape = to_ids(type);
-    if (shape.size() != 4) {
-      throw std::invalid_argument("an attention type is described by num_groups, block_size, "
-                                  "hashes_per_block and holds_states");
+    if (shape.size() != 3) {
+      throw std::invalid_argument(
+          "an attention type must be num_groups, block_size and hashes_per_block, got " +
+          std::to_string(shape.size()) + " numbers");
     }
-    shapes.push_back({shape[0], shape[1], shape[2], shape[3] != 0});
+    shapes.push_back({shape[0], shape[1], shape[2]});
   }
   new (self) PyPool{
       std::make_shared<BlockPool>(to_int64(num_blocks), std::move(shapes), records_evictions)};
 }
 
-// The tables of one request in a tuple, in the order of their types. Python holds them meanwhile.
-std::vector<BlockTable*> to_tables(const PyPool& pool, nb::handle tables) {
-  if (!PyTuple_Check(tables.ptr())) throw nb::type_error("block tables must be a tuple");
-  std::vector<BlockTable*> found;
-  for (nb::handle item : nb::borrow<nb::tuple>(tables)) {
-    BlockTable* table = nullptr;
-    if (!nb::try_cast(item, table, false) || table == nullptr) {
-      throw nb::type_error("block tables must be a tuple of BlockTable");
-    }
-    if (table->pool() != pool.pool) throw std::invalid_argument("a block table is of another pool");
-    if (!found.empty() && table->type_id() <= found.back()->type_id()) {
-      throw std::invalid_argument("block tables must be in the order of their types, each once");
-    }
-    found.push_back(table);
+// Below, every argument is converted first: a conversion may run Python code (an __index__), which
+// may change any table. Then the core counts and takes in one go, and only then Python objects are
+// made: that may run Python code, too (a garbage collection).
+
+// The objects in a tuple, which keeps them alive meanwhile.
+template <typename T>
+std::vector<T*> to_pointers(nb::handle objects, const char* error) {
+  if (!PyTuple_Check(objects.ptr())) throw nb::type_error(error);
+  std::vector<T*> found;
+  found.reserve(static_cast<std::size_t>(PyTuple_GET_SIZE(objects.ptr())));
+  for (nb::handle item : nb::borrow<nb::tuple>(objects)) {
+    T* object = nullptr;
+    if (!nb::try_cast(item, object, false) || object == nullptr) throw nb::type_error(error);
+    found.push_back(object);
   }
   return found;
 }
 
-// No sequence is longer; within it no number of physical ids overflows.
-constexpr std::int64_t kMaxTokens = std::numeric_limits<std::uint32_t>::max();
-
-std::int64_t to_num_tokens(nb::handle value) {
-  const std::int64_t number = static_cast<std::int64_t>(to_count("num_tokens", value, 0));
-  if (number > kMaxTokens) {
-    throw std::invalid_argument("num_tokens is " + std::to_string(number) + "; accepted are values up to " +
-                                std::to_string(kMaxTokens));
-  }
-  return number;
+std::vector<BlockTable*> to_tables(nb::handle tables) {
+  return to_pointers<BlockTable>(tables, "block tables must be a tuple of BlockTable");
 }
 
-std::int64_t num_groups(const PyPool& pool, std::size_t type_id) {
-  return static_cast<std::int64_t>(pool.pool->num_groups(type_id));
+std::vector<const BlockList*> to_lists(nb::handle hits) {
+  return to_pointers<const BlockList>(hits, "hits must be a tuple of BlockList");
 }
 
-// A prefix hit in one attention type, of which the first `num_skipped` blocks are not needed.
-struct TypeHit {
-  const BlockList* blocks;
-  std::int64_t num_skipped;
-};
+// A tuple or list as it is, any other iterable as a list.
+nb::object to_sequence(nb::handle value, const char* error) {
+  return checked(PySequence_Fast(value.ptr(), error));
+}
 
-// One for each type, from two tuples. Python holds the lists meanwhile.
-std::vector<TypeHit> to_hits(const PyPool& self, nb::handle hits, nb::handle num_skipped) {
-  const std::vector<std::int64_t> skipped = to_ids(num_skipped);
-  if (!PyTuple_Check(hits.ptr())) throw nb::type_error("hits must be a tuple of BlockList");
-  std::vector<TypeHit> found;
-  for (nb::handle item : nb::borrow<nb::tuple>(hits)) {
-    BlockList* list = nullptr;
-    if (!nb::try_cast(item, list, false) || list == nullptr) {
-      throw nb::type_error("hits must be a tuple of BlockList");
+std::vector<Target> to_targets(nb::handle targets) {
+  const char* error = "targets must be a sequence of pairs of num_blocks and num_written";
+  const nb::object pairs = to_sequence(targets, error);
+  std::vector<Target> found;
+  found.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(pairs.ptr())));
+  // Sizes are read each time, and items are held: an __index__ could change a list.
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs.ptr()); ++i) {
+    const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(pairs.ptr(), i));
+    const nb::object pair = to_sequence(item, error);
+    if (PySequence_Fast_GET_SIZE(pair.ptr()) != 2) {
+      throw std::invalid_argument("a target must be num_blocks and num_written, got " +
+                                  std::to_string(PySequence_Fast_GET_SIZE(pair.ptr())) +
+                                  " numbers");
     }
-    if (list->pool != self.pool) throw std::invalid_argument("a hit is of another pool");
-    if (found.size() == skipped.size()) break;
-    const std::int64_t num_skipped_blocks = skipped[found.size()];
-    if (num_skipped_blocks < 0 || num_skipped_blocks > kMaxTokens) {
-      throw std::invalid_argument("num_skipped is " + std::to_string(num_skipped_blocks) +
-                                  "; accepted are values from 0 to " + std::to_string(kMaxTokens));
-    }
-    found.push_back({list, num_skipped_blocks});
-  }
-  if (found.size() != skipped.size() || nb::len(hits) != skipped.size()) {
-    throw std::invalid_argument("there must be one hit, and one num_skipped, per attention type");
+    const nb::object num_blocks = nb::borrow(PySequence_Fast_GET_ITEM(pair.ptr(), 0));
+    const nb::object num_written = nb::borrow(PySequence_Fast_GET_ITEM(pair.ptr(), 1));
+    const std::int64_t blocks = to_int64(num_blocks);
+    found.push_back({blocks, to_int64(num_written)});
   }
   return found;
-}
-
-void check_same_types(const std::vector<BlockTable*>& tables, const std::vector<TypeHit>& hits) {
-  bool same = tables.size() == hits.size();
-  for (std::size_t i = 0; same && i < hits.size(); ++i) {
-    same = hits[i].blocks->type_id == tables[i]->type_id();
-  }
-  if (!same) throw std::invalid_argument("the hits and block tables are of different types");
 }
 
 std::int64_t count_evictable_ids(const PyPool& self, nb::handle hits, nb::handle num_skipped) {
-  std::int64_t num_ids = 0;
-  for (const TypeHit& hit : to_hits(self, hits, num_skipped)) {
-    std::int64_t num_blocks = 0;
-    for (std::size_t i = static_cast<std::size_t>(hit.num_skipped); i < hit.blocks->blocks.size(); ++i) {
-      self.pool->checked(hit.blocks->blocks[i]);
-      num_blocks += self.pool->is_evictable(hit.blocks->blocks[i].index);
-    }
-    num_ids += num_blocks * num_groups(self, hit.blocks->type_id);
-  }
-  return num_ids;
+  const std::vector<const BlockList*> lists = to_lists(hits);
+  return PrefixHits(*self.pool, lists, to_ids(num_skipped)).count_evictable_ids();
 }
 
-std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle num_tokens,
-                             nb::handle hits, nb::handle num_skipped, nb::handle max_blocks,
-                             nb::handle num_states) {
-  const std::int64_t tokens = to_num_tokens(num_tokens);
-  const std::int64_t states = static_cast<std::int64_t>(to_count("num_states", num_states, 1));
-  std::vector<std::int64_t> most;
-  if (!max_blocks.is_none()) most = to_ids(max_blocks);
-  const std::vector<BlockTable*> found = to_tables(self, tables);
-  const std::vector<TypeHit> adopted = to_hits(self, hits, num_skipped);
-  check_same_types(found, adopted);
-  if (!most.empty() && most.size() != found.size()) {
-    throw std::invalid_argument("there must be one max_blocks per attention type");
-  }
-  std::int64_t num_ids = 0;
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    std::int64_t num_blocks = self.pool->num_blocks_for(found[i]->type_id(), tokens);
-    if (!most.empty()) num_blocks = std::min(num_blocks, most[i]);
-    const std::size_t num_there = found[i]->size() + adopted[i].blocks->blocks.size();
-    num_blocks -= std::max(static_cast<std::int64_t>(num_there), adopted[i].num_skipped);
-    const std::size_t type_id = found[i]->type_id();
-    num_blocks = self.pool->num_not_null(type_id, std::max<std::int64_t>(num_blocks, 0), states);
-    num_ids += num_blocks * num_groups(self, type_id);
-  }
-  return num_ids;
+std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle targets,
+                             nb::handle hits, nb::handle num_skipped) {
+  std::vector<BlockTable*> found = to_tables(tables);
+  const std::vector<const BlockList*> lists = to_lists(hits);
+  const std::vector<Target> wanted = to_targets(targets);
+  const PrefixHits adopted(*self.pool, lists, to_ids(num_skipped));
+  return RequestTables(self.pool, std::move(found)).num_missing_ids(wanted, adopted);
 }
 
-// All types, or none if one of them refuses.
 void adopt(const PyPool& self, nb::handle tables, nb::handle hits, nb::handle num_skipped) {
-  const std::vector<BlockTable*> found = to_tables(self, tables);
-  const std::vector<TypeHit> adopted = to_hits(self, hits, num_skipped);
-  check_same_types(found, adopted);
-  for (std::size_t i = 0; i < found.size(); ++i) found[i]->check_adoptable(*adopted[i].blocks);
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    found[i]->adopt(*adopted[i].blocks, static_cast<std::size_t>(adopted[i].num_skipped));
-  }
+  std::vector<BlockTable*> found = to_tables(tables);
+  const std::vector<const BlockList*> lists = to_lists(hits);
+  const PrefixHits adopted(*self.pool, lists, to_ids(num_skipped));
+  RequestTables(self.pool, std::move(found)).adopt(adopted);
 }
 
-// Tokens for which every type has slots; -1 for a model without any type.
-std::int64_t num_slots(const PyPool& self, nb::handle tables) {
-  std::int64_t least = -1;
-  for (const BlockTable* table : to_tables(self, tables)) {
-    const std::int64_t slots = table->num_slots();
-    least = least < 0 ? slots : std::min(least, slots);
-  }
-  return least;
-}
-
-// Types in turn, but all or nothing: what one takes must not be missing for the next.
-nb::object allocate(const PyPool& self, nb::handle tables, nb::handle num_tokens,
-                    nb::handle num_kept, nb::handle num_states) {
-  const std::int64_t tokens = to_num_tokens(num_tokens);
-  const std::int64_t kept = static_cast<std::int64_t>(to_count("num_kept", num_kept, 0));
-  const std::int64_t states = static_cast<std::int64_t>(to_count("num_states", num_states, 1));
-  const std::vector<BlockTable*> found = to_tables(self, tables);
-  std::int64_t missing = 0;
-  for (const BlockTable* table : found) {
-    const std::size_t type_id = table->type_id();
-    const std::int64_t num_blocks =
-        self.pool->num_not_null(type_id, table->num_missing(tokens), states);
-    missing += num_blocks * num_groups(self, type_id);
-  }
-  const std::int64_t num_free = static_cast<std::int64_t>(self.pool->num_free());
-  if (kept > num_free || missing > num_free - kept) return nb::none();
-  nb::object lists = checked(PyTuple_New(static_cast<Py_ssize_t>(found.size())));
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    const std::int64_t size = static_cast<std::int64_t>(found[i]->size());
-    found[i]->allocate(found[i]->num_missing(tokens), states);
-    BlockList added{self.pool, found[i]->type_id(),
-                    found[i]->handles(size, static_cast<std::int64_t>(found[i]->size()))};
+nb::object allocate(const PyPool& self, nb::handle tables, nb::handle targets,
+                    nb::handle num_kept) {
+  std::vector<BlockTable*> found = to_tables(tables);
+  const std::vector<Target> wanted = to_targets(targets);
+  const std::int64_t kept = to_int64(num_kept);
+  auto added = RequestTables(self.pool, std::move(found)).allocate(wanted, kept);
+  if (!added) return nb::none();
+  nb::object lists = checked(PyTuple_New(static_cast<Py_ssize_t>(added->size())));
+  for (std::size_t i = 0; i < added->size(); ++i) {
     PyTuple_SET_ITEM(lists.ptr(), static_cast<Py_ssize_t>(i),
-                     nb::cast(std::move(added)).release().ptr());
+                     nb::cast(std::move((*added)[i])).release().ptr());
   }
   return lists;
 }
@@ -268,16 +197,12 @@ void bind_block_pool(nb::module_& m) {
            "`length` blocks are cached; null blocks stand for those before.")
       .def("count_evictable_ids", &count_evictable_ids, nb::arg("hits"), nb::arg("num_skipped"),
            "Physical ids of a hit that nobody references, without the skipped blocks of each type.")
-      .def("num_missing_ids", &num_missing_ids, nb::arg("tables"), nb::arg("num_tokens"),
-           nb::arg("hits"), nb::arg("num_skipped"), nb::arg("max_blocks") = nb::none(),
-           nb::arg("num_states") = 1,
-           "Physical ids that tables need, after adopting hits, for `num_tokens` slots in every type.")
+      .def("num_missing_ids", &num_missing_ids, nb::arg("tables"), nb::arg("targets"),
+           nb::arg("hits"), nb::arg("num_skipped"),
+           "Physical ids that tables need, after adopting hits, to reach their targets.")
       .def("adopt", &adopt, nb::arg("tables"), nb::arg("hits"), nb::arg("num_skipped"),
            "Start a request's tables with a prefix hit; nothing changes if one type refuses.")
-      .def("num_slots", &num_slots, nb::arg("tables"),
-           "Tokens for which a request has slots in every type; -1 for a model without types.")
-      .def("allocate", &allocate, nb::arg("tables"), nb::arg("num_tokens"), nb::arg("num_kept") = 0,
-           nb::arg("num_states") = 1,
+      .def("allocate", &allocate, nb::arg("tables"), nb::arg("targets"), nb::arg("num_kept") = 0,
            "Append the blocks that are missing; returns the new ones, a list per table. None, and no\n"
            "change, if fewer than `num_kept` physical ids would stay free.")
       .def("get_num_free_blocks", [](const PyPool& self) { return self.pool->num_free(); },

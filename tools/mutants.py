@@ -38,7 +38,7 @@ BLOCKS = "kv_cache_blocks.py"
 NATIVE_POOL = "csrc/block_pool.cpp"
 NATIVE_SEARCH = "csrc/block_pool.h"
 NATIVE_TABLE = "csrc/block_table.cpp"
-NATIVE_ADOPTION = "csrc/python_block_pool.cpp"
+NATIVE_REQUEST = "csrc/request_tables.cpp"
 NATIVE_CACHE = "csrc/block_table.h"
 NATIVE_INDEX = "csrc/prefix_index.cpp"
 NATIVE_GATE = "csrc/step_gate.cpp"
@@ -100,9 +100,9 @@ MUTANTS = (
     ),
     Mutant(
         "a step takes a state for each of its blocks",
-        NATIVE_SEARCH,
-        "types_[type_id].holds_states ? ",
-        "types_[type_id].num_groups == 0 ? ",
+        NATIVE_REQUEST,
+        "std::min(num_new, target.num_written)",
+        "num_new",
     ),
     Mutant(
         "hits end inside another type's block",
@@ -185,9 +185,15 @@ MUTANTS = (
     ),
     Mutant(
         "allocate for one type before another's hit is adopted",
-        NATIVE_ADOPTION,
-        "(adopted[i].num_skipped));\n  }",
-        "(adopted[i].num_skipped));\n    found[i]->allocate(1, 1);\n  }",
+        NATIVE_REQUEST,
+        "hits[i].num_skipped);\n  }",
+        "hits[i].num_skipped);\n    tables_[i]->grow(0, 1);\n  }",
+    ),
+    Mutant(
+        "blocks that must stay free are allocated",
+        NATIVE_REQUEST,
+        "num_ids > num_free - num_kept",
+        "num_ids > num_free",
     ),
     Mutant(
         "a touched block stays counted as free",

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockPool, BlockTable and BlockList: every id in one place, blocks evicted as a whole."""
 
+import gc
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
@@ -36,7 +39,7 @@ def hashes(prompt: str, num_blocks: int) -> list[bytes]:
 def allocate(pool: BlockPool, type_id: int, num_blocks: int) -> BlockTable:
     """A request's table with new blocks."""
     table = pool.new_table(type_id)
-    assert pool.allocate((table,), num_blocks * BLOCK_SIZE) is not None
+    assert pool.allocate((table,), ((num_blocks, num_blocks),)) is not None
     return table
 
 
@@ -69,18 +72,135 @@ def test_all_types_are_allocated_for_or_none():
     pool = make_pool(num_blocks=5)
     tables = pool.new_table(FULL), pool.new_table(WINDOW)
     hits = pool.new_list(FULL), pool.new_list(WINDOW)
-    assert pool.num_missing_ids(tables, 17, hits, (0, 0)) == 8
-    assert pool.num_missing_ids(tables, 17, hits, (0, 1)) == 2 + 3
-    assert pool.num_missing_ids(tables, 17, hits, (0, 0), max_blocks=(9, 1)) == 2 + 3
-    assert pool.allocate(tables, 17) is None
-    assert pool.allocate(tables, 16, num_kept=1) is None
+    two_each = (2, 2), (2, 2)
+    assert pool.num_missing_ids(tables, two_each, hits, (0, 0)) == 8
+    assert pool.num_missing_ids(tables, two_each, hits, (0, 1)) == 2 + 3
+    assert pool.num_missing_ids(tables, ((2, 2), (1, 1)), hits, (0, 0)) == 2 + 3
+    assert pool.allocate(tables, two_each) is None
+    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept=1) is None
     assert (len(tables[0]), len(tables[1]), pool.get_num_free_blocks()) == (0, 0, 4)
-    new = pool.allocate(tables, 16)
+    new = pool.allocate(tables, ((1, 1), (1, 1)))
     assert new is not None
     assert [len(blocks) for blocks in new] == [1, 1]
-    assert pool.num_slots(tables) == 16
-    assert [len(blocks) for blocks in pool.allocate(tables, 10) or ()] == [0, 0]
+    assert [len(table) for table in tables] == [1, 1]
+    for targets in (((1, 1), (1, 1)), ((0, 5), (1, 0))):
+        assert [len(blocks) for blocks in pool.allocate(tables, targets) or ()] == [0, 0]
     pool.check_integrity(tables)
+
+
+@pytest.mark.parametrize(
+    ("num_written", "pattern"), [(0, "..."), (1, "..x"), (2, ".xx"), (3, "xxx"), (1 << 80, "xxx")]
+)
+def test_the_last_new_blocks_are_real_and_null_blocks_stand_before_them(num_written, pattern):
+    pool = make_pool()
+    table = allocate(pool, WINDOW, 1)
+    hits, target = (pool.new_list(WINDOW),), ((4, num_written),)
+    num_real = pattern.count("x")
+    assert pool.num_missing_ids((table,), target, hits, (0,)) == 3 * num_real
+    new = pool.allocate((table,), target)
+    assert new is not None
+    assert "".join("." if block.is_null else "x" for block in new[0]) == pattern
+    assert ids(table) == [(1, 2, 3), *ids_of(new[0])]
+    assert [block.ref_cnt for block in new[0] if not block.is_null] == [1] * num_real
+    assert pool.get_num_free_blocks() == 9 - 3 * num_real
+    assert pool.num_missing_ids((table,), target, hits, (0,)) == 0
+    pool.check_integrity([table])
+
+
+def test_only_the_blocks_after_a_hit_are_missing():
+    pool = make_pool()
+    allocate_cached(pool, WINDOW, "w", 2).free()
+    table = pool.new_table(WINDOW)
+    hits = (pool.find_prefix(WINDOW, hashes("w", 2), 2),)
+    missing = {
+        (num_blocks, num_written, num_skipped): pool.num_missing_ids(
+            (table,), ((num_blocks, num_written),), hits, (num_skipped,)
+        )
+        for num_blocks in (1, 2, 5)
+        for num_written in (1, 9)
+        for num_skipped in (0, 2, 4)
+    }
+    assert {need: n for need, n in missing.items() if n} == {
+        (5, 1, 0): 3,
+        (5, 1, 2): 3,
+        (5, 1, 4): 3,
+        (5, 9, 0): 9,
+        (5, 9, 2): 9,
+        (5, 9, 4): 3,
+    }
+    pool.adopt((table,), hits, (2,))
+    assert pool.num_missing_ids((table,), ((5, 9),), (pool.new_list(WINDOW),), (0,)) == 9
+
+
+def test_numbers_of_ids_do_not_overflow():
+    pool = make_pool()
+    tables, hits = pool.new_tables(), (pool.new_list(FULL), pool.new_list(WINDOW))
+    most = (1 << 32) - 1
+    targets = ((most, most), (most, 1 << 63))
+    assert pool.num_missing_ids(tables, targets, hits, (0, 0)) == 4 * most
+    assert pool.allocate(tables, targets) is None
+    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept=1 << 80) is None
+    assert [len(table) for table in tables] == [0, 0]
+
+
+class Garbage:
+    """An unreachable cycle; ``finalize`` is called once a garbage collection finds it."""
+
+    def __init__(self, finalize: Callable[[], object]) -> None:
+        self.cycle = self
+        self.finalize = finalize
+
+    def __del__(self) -> None:
+        self.finalize()
+
+
+@pytest.fixture
+def collect_at_next_tuple() -> Iterator[Callable[[], None]]:
+    """From the call on, each new tuple of two starts a garbage collection, until the test ends."""
+    threshold = gc.get_threshold()
+    tuples: list[tuple[int, int]] = []
+
+    def start() -> None:
+        # More than Python keeps for reuse: a tuple made of a kept one starts no collection.
+        tuples.extend([(i, i) for i in range(5000)])
+        gc.set_threshold(1)
+        gc.enable()
+
+    gc.collect()
+    gc.disable()
+    yield start
+    gc.set_threshold(*threshold)
+    gc.enable()
+
+
+def test_what_a_finalizer_takes_is_not_missing_in_an_allocation(collect_at_next_tuple):
+    """Else the garbage collection could run between the count of free blocks and their use."""
+    pool = make_pool(num_blocks=5)
+    tables, targets = pool.new_tables(), ((1, 1), (1, 1))
+    other, taken = pool.new_table(FULL), []
+    Garbage(lambda: taken.append(pool.allocate((other,), ((1, 1),))))
+    collect_at_next_tuple()
+    new = pool.allocate(tables, targets)
+    assert new is not None
+    assert [len(blocks) for blocks in new] == [1, 1]
+    assert taken == [None], "the finalizer came second, and found no block"
+    pool.check_integrity([*tables, other])
+
+
+def test_what_a_finalizer_frees_does_not_change_an_allocation(collect_at_next_tuple):
+    pool = make_pool(num_blocks=8)
+    holder = allocate_cached(pool, WINDOW, "w")
+    tables, targets = pool.new_tables(), ((1, 1), (2, 2))
+    hits = pool.new_list(FULL), pool.find_prefix(WINDOW, hashes("w", 1), 1)
+    pool.adopt(tables, hits, (0, 0))
+    # Its block stays the holder's: without it the table misses more blocks than are free.
+    Garbage(tables[1].free)
+    collect_at_next_tuple()
+    new = pool.allocate(tables, targets)
+    assert new is not None
+    assert [len(blocks) for blocks in new] == [1, 1]
+    assert [len(table) for table in tables] == [1, 0], "freed after the allocation"
+    pool.check_integrity([*tables, holder])
 
 
 def test_released_blank_ids_are_reused_first():
@@ -204,7 +324,7 @@ def test_too_large_an_allocation_takes_nothing():
     pool = make_pool(num_blocks=4)
     allocate_cached(pool, FULL, "p").free()
     table = pool.new_table(WINDOW)
-    assert pool.allocate((table,), 2 * BLOCK_SIZE) is None
+    assert pool.allocate((table,), ((2, 2),)) is None
     assert len(table) == 0
     assert pool.find(FULL, b"p0") is not None
     pool.check_integrity()
@@ -323,38 +443,59 @@ def test_evictions_are_recorded_on_request():
         ),
         (
             lambda pool, table: pool.adopt((pool.new_table(0),), (pool.new_list(0),), (-1,)),
-            "num_skipped is -1; accepted are values from 0 to",
+            "num_skipped must be from 0 to 4294967295, got -1",
         ),
         (
             lambda pool, table: pool.adopt((pool.new_table(0),), (pool.new_list(0),), (1 << 40,)),
-            "num_skipped is 1099511627776",
+            "num_skipped must be from 0 to 4294967295, got 1099511627776",
         ),
         (lambda pool, table: pool.new_table(2), "type_id is 2; the pool has 2"),
         (lambda pool, table: pool.new_table(-1), "type_id is -1"),
         (lambda pool, table: pool.find_prefix(0, [], -1), "max_blocks is -1"),
         (lambda pool, table: pool.find_last_run(0, [], 1, 0, 1), "length is 0"),
-        (lambda pool, table: make_pool().allocate((table,), 64), "of another pool"),
-        (lambda pool, table: pool.allocate((table, table), 64), "each once"),
-        (lambda pool, table: pool.allocate((table,), -1), "num_tokens is -1"),
-        (lambda pool, table: pool.allocate((table,), 1 << 40), "accepted are values up to"),
-        (lambda pool, table: pool.find_prefix(0, [], 1, 0), "alignment is 0"),
+        (lambda pool, table: make_pool().allocate((table,), ((9, 9),)), "of another pool"),
+        (lambda pool, table: pool.allocate((table, table), ((9, 9),) * 2), "got 0 before 0"),
+        (lambda pool, table: pool.allocate((table,), ()), "got 0 for 1 tables"),
+        (lambda pool, table: pool.allocate((table,), [(2, 2), (2, 2)]), "got 2 for 1 tables"),
+        (lambda pool, table: pool.allocate((table,), ((2, 2, 2),)), "num_written, got 3 numbers"),
         (
-            lambda pool, table: pool.num_missing_ids((table,), 9, (), (0,)),
-            "one hit, and one num_skipped, per attention type",
+            lambda pool, table: pool.allocate((table,), ((-1, 1),)),
+            "num_blocks must be from 0 to 4294967295, got -1",
         ),
         (
-            lambda pool, table: pool.num_missing_ids((table,), 9, (pool.new_list(0),), (0, 0)),
-            "one hit, and one num_skipped, per attention type",
+            lambda pool, table: pool.allocate((table,), ((1 << 32, 1),)),
+            "num_blocks must be from 0 to 4294967295, got 4294967296",
+        ),
+        (
+            lambda pool, table: pool.allocate((table,), ((2, -1),)),
+            "num_written must be at least 0, got -1",
+        ),
+        (
+            lambda pool, table: pool.allocate((table,), ((2, 2),), -1),
+            "num_kept must be at least 0, got -1",
+        ),
+        (lambda pool, table: pool.find_prefix(0, [], 1, 0), "alignment is 0"),
+        (
+            lambda pool, table: pool.num_missing_ids((table,), ((9, 9),), (), (0,)),
+            "num_skipped must hold one count per hit, got 1 for 0 hits",
         ),
         (
             lambda pool, table: pool.num_missing_ids(
-                (table,), 9, (pool.new_list(0),), (0,), (1, 1)
+                (table,), ((9, 9),), (pool.new_list(0),), (0, 0)
             ),
-            "one max_blocks per attention type",
+            "num_skipped must hold one count per hit, got 2 for 1 hits",
         ),
         (
-            lambda pool, table: pool.num_missing_ids((table,), 9, (pool.new_list(WINDOW),), (0,)),
-            "are of different types",
+            lambda pool, table: pool.num_missing_ids(
+                (table,), ((9, 9), (1, 1)), (pool.new_list(0),), (0,)
+            ),
+            "targets must hold one pair per block table, got 2 for 1 tables",
+        ),
+        (
+            lambda pool, table: pool.num_missing_ids(
+                (table,), ((9, 9),), (pool.new_list(WINDOW),), (0,)
+            ),
+            "must be of the types of the block tables",
         ),
         (
             lambda pool, table: make_pool().count_evictable_ids((table.blocks(),), (0,)),
@@ -362,7 +503,7 @@ def test_evictions_are_recorded_on_request():
         ),
         (
             lambda pool, table: pool.adopt((pool.new_table(1),), (table.blocks(),), (0,)),
-            "are of different types",
+            "must be of the types of the block tables",
         ),
         (lambda pool, table: pool.new_list(0) + pool.new_list(1), "different pools or attention"),
     ],
@@ -417,13 +558,48 @@ def test_a_table_that_is_dropped_releases_its_blocks():
 def test_what_is_no_tuple_of_tables_is_refused(tables):
     pool = make_pool()
     for use in (
-        lambda: pool.num_missing_ids(tables, 5, (), ()),
+        lambda: pool.num_missing_ids(tables, (), (), ()),
         lambda: pool.adopt(tables, (), ()),
-        lambda: pool.num_slots(tables),
-        lambda: pool.allocate(tables, 5),
+        lambda: pool.allocate(tables, ()),
     ):
         with pytest.raises(TypeError, match="block tables must be a tuple"):
             use()
+
+
+@pytest.mark.parametrize("targets", [3, (1,), [None], (5, 5)])
+def test_what_is_no_sequence_of_pairs_is_refused(targets):
+    pool = make_pool()
+    tables, hits = (pool.new_table(FULL),), (pool.new_list(FULL),)
+    for use in (
+        lambda: pool.num_missing_ids(tables, targets, hits, (0,)),
+        lambda: pool.allocate(tables, targets),
+    ):
+        with pytest.raises(TypeError, match="targets must be a sequence of pairs"):
+            use()
+
+
+def test_numbers_that_change_targets_and_tables_do_no_harm():
+    pool = make_pool(num_blocks=5)
+    table, other = pool.new_table(FULL), pool.new_table(FULL)
+    target: list[object] = []
+    targets: list[object] = []
+
+    class Changing:
+        def __index__(self) -> int:
+            target.clear()
+            targets.clear()
+            pool.allocate((other,), ((2, 2),))
+            return 3
+
+    target[:] = [Changing(), 9]
+    targets[:] = [target, (1, 1)]
+    # What the number takes is counted: it is converted before.
+    assert pool.allocate((table,), targets) is None  # type: ignore[arg-type]
+    assert (len(table), len(other), pool.get_num_free_blocks()) == (0, 2, 2)
+    new = pool.allocate((table,), [[2, 2]])  # type: ignore[list-item]
+    assert new is not None
+    assert len(new[0]) == 2
+    pool.check_integrity([table, other])
 
 
 @pytest.mark.parametrize("position", [1, 2, 3])

@@ -110,14 +110,13 @@ class BlockPool:
     """The physical KV cache blocks, and the grouped blocks made of them.
 
     ``types`` describes each attention type by its number of groups, its block size in
-    tokens, how many block hashes a block spans, and whether a block holds a state that sums
-    up the whole prefix: of the new blocks of a step then only the last are not null.
+    tokens, and how many block hashes a block spans.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        types: Sequence[tuple[int, int, int, bool]],
+        types: Sequence[tuple[int, int, int]],
         records_evictions: bool = False,
     ) -> None: ...
     @property
@@ -142,17 +141,13 @@ class BlockPool:
     def num_missing_ids(
         self,
         tables: tuple[BlockTable, ...],
-        num_tokens: int,
+        targets: Sequence[tuple[int, int]],
         hits: tuple[BlockList, ...],
         num_skipped: Sequence[int],
-        max_blocks: Sequence[int] | None = None,
-        num_states: int = 1,
     ) -> int:
-        """Physical ids that a request still needs for ``num_tokens`` slots in every type.
+        """Physical ids that a request still needs to reach its targets, as in `allocate`.
 
-        ``hits`` are still to be adopted, without the first ``num_skipped`` blocks of each
-        type. With ``max_blocks``, no type counts more than so many logical blocks.
-        ``num_states`` as in `allocate`.
+        ``hits`` are still to be adopted; the first ``num_skipped`` blocks of each are not needed.
         """
 
     def adopt(
@@ -171,21 +166,26 @@ class BlockPool:
                 was evicted since the lookup.
         """
 
-    def num_slots(self, tables: tuple[BlockTable, ...]) -> int:
-        """Tokens for which a request has slots in every type; -1 for a model without types."""
-
     def allocate(
         self,
         tables: tuple[BlockTable, ...],
-        num_tokens: int,
+        targets: Sequence[tuple[int, int]],
         num_kept: int = 0,
-        num_states: int = 1,
     ) -> tuple[BlockList, ...] | None:
         """Append the blocks that are missing, each with one reference; returns the new ones.
 
-        One list per table. None, with nothing changed, if fewer than ``num_kept`` physical
-        ids would stay free. Of a type that holds states only the last ``num_states`` of the
-        new blocks are not null.
+        Each target is a pair: ``num_blocks``, the length of its table afterwards, and
+        ``num_written``. The last ``num_written`` of a table's new blocks are real, and null
+        blocks stand for the new ones before them; any number that is larger means all. A table
+        that is long enough already gets nothing.
+
+        Returns:
+            One list per table, in the order of ``tables``. None, with nothing changed, if fewer
+            than ``num_kept`` physical ids would stay free.
+
+        Raises:
+            ValueError: with nothing changed, unless there is one target per table, num_blocks is
+                from 0 to 2**32 - 1, and num_written and num_kept are at least 0.
         """
 
     def find_prefix(

@@ -35,12 +35,7 @@ class BlockPool(_core.BlockPool):
         super().__init__(
             num_gpu_blocks,
             [
-                (
-                    t.num_groups,
-                    t.spec.block_size,
-                    settings.hashes_per_block(t.spec.block_size),
-                    t.holds_states,
-                )
+                (t.num_groups, t.spec.block_size, settings.hashes_per_block(t.spec.block_size))
                 for t in attention_types
             ],
             records_evictions=event_log is not None,
