@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "block_hasher.h"
+#include "hashing/block_hasher.h"
 
 #include <cstring>
 #include <stdexcept>
 
-#include "sha256.h"
-#include "xxh3.h"
+#include "hashing/sha256.h"
+#include "hashing/xxh3.h"
 
 namespace hybrid_kv {
 namespace {

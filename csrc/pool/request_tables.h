@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "block_pool.h"
-#include "block_table.h"
+#include "pool/block_pool.h"
+#include "pool/block_table.h"
 
 namespace hybrid_kv {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "sha256.h"
+#include "hashing/sha256.h"
 
 #include <cstring>
 

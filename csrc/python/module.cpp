@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python face of the native core: conversions only, no rules of its own.
+// The Python module. This folder converts between Python and C++; rules are in the other folders.
 #include <nanobind/nanobind.h>
 
-#include "python.h"
+#include "python/convert.h"
 
 NB_MODULE(_core, m) {
   // vLLM freezes its heap: what lives until the process ends is never collected.

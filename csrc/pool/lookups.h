@@ -4,8 +4,8 @@
 #include <array>
 #include <cstddef>
 
-#include "block.h"
-#include "prefix_index.h"
+#include "pool/block.h"
+#include "pool/prefix_index.h"
 
 namespace hybrid_kv {
 

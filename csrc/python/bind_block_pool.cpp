@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "python_blocks.h"
-#include "request_tables.h"
+#include "pool/request_tables.h"
+#include "python/blocks.h"
 
 namespace nb = nanobind;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "block_table.h"
+#include "pool/block_table.h"
 
 #include <algorithm>
 #include <stdexcept>

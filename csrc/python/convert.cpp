@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "python.h"
+#include "python/convert.h"
 
 #include <limits>
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "python.h"
+#include "python/convert.h"
 
 namespace nb = nanobind;
 

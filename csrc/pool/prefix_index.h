@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "block.h"
+#include "pool/block.h"
 
 namespace hybrid_kv {
 

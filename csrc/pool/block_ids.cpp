@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "block_ids.h"
+#include "pool/block_ids.h"
 
 #include <limits>
 #include <numeric>

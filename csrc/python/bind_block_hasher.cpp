@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "block_hasher.h"
-#include "python.h"
-#include "sha256.h"
+#include "hashing/block_hasher.h"
+#include "hashing/sha256.h"
+#include "python/convert.h"
 
 namespace nb = nanobind;
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "block_pool.h"
+#include "pool/block_pool.h"
 
 namespace hybrid_kv {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of the Python module, a file each, and what they share; module.cpp puts them together.
+// The parts of the Python module, one file each, and what they share.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "xxh3.h"
+#include "hashing/xxh3.h"
 
 #include <cstring>
 #include <stdexcept>

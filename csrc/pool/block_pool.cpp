@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "block_pool.h"
+#include "pool/block_pool.h"
 
 #include <algorithm>
 #include <limits>

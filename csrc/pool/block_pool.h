@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "block.h"
-#include "block_ids.h"
-#include "lookups.h"
-#include "prefix_index.h"
+#include "pool/block.h"
+#include "pool/block_ids.h"
+#include "pool/lookups.h"
+#include "pool/prefix_index.h"
 
 namespace hybrid_kv {
 

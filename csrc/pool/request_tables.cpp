@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "request_tables.h"
+#include "pool/request_tables.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "python_blocks.h"
+#include "python/blocks.h"
 
 #include <nanobind/stl/string.h>
 

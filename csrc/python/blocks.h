@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the Python faces of pool and tables share.
+// What the bindings of the pool and of the block tables share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "block_pool.h"
-#include "block_table.h"
-#include "python.h"
+#include "pool/block_pool.h"
+#include "pool/block_table.h"
+#include "python/convert.h"
 
 namespace hybrid_kv {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "prefix_index.h"
+#include "pool/prefix_index.h"
 
 #include <new>
 
