@@ -22,6 +22,7 @@ test: setup ## Run the tests (TEST_ARGS="-k sliding" and so on)
 lint: setup ## Check style and formatting
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
+	@.venv/bin/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.h
 
 types: setup ## Check types
 	@$(VENV_PYTHON) -m mypy

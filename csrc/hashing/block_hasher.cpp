@@ -33,7 +33,8 @@ struct Pickle {
   static constexpr std::size_t kFrameStart = 11;  // after protocol and frame opcodes
 
   // All before the tokens.
-  static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size, std::size_t num_tokens) {
+  static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size,
+                     std::size_t num_tokens) {
     *at++ = 0x80, *at++ = 5;  // protocol
     *at++ = 0x95, at += 8;    // frame; its size comes last
     *at++ = 'C', *at++ = static_cast<Byte>(parent_size);
@@ -71,11 +72,13 @@ struct Cbor {
     // For none it is shifted out.
     const auto in_front = static_cast<std::uint32_t>(std::uint64_t{value} << (32 - 8 * follow));
     const unsigned info = value + one * (23 + one + two + four - value);
-    return put_word(at, std::uint64_t{__builtin_bswap32(in_front)} << 8 | unsigned{major} << 5 | info,
+    return put_word(at,
+                    std::uint64_t{__builtin_bswap32(in_front)} << 8 | unsigned{major} << 5 | info,
                     1 + follow);
   }
 
-  static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size, std::size_t num_tokens) {
+  static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size,
+                     std::size_t num_tokens) {
     at = head(at, kArray, 3);
     at = head(at, kBytes, static_cast<std::uint32_t>(parent_size));
     at = put_bytes(at, parent, parent_size);
@@ -115,8 +118,8 @@ BlockHasher::BlockHasher(const std::string& algorithm, std::int64_t block_size)
       cbor_(algorithm == "sha256_cbor" || algorithm == "xxhash_cbor"),
       block_size_(checked_block_size(block_size)) {
   if (!sha_ && algorithm != "xxhash" && algorithm != "xxhash_cbor") {
-    throw std::invalid_argument("algorithm must be sha256, sha256_cbor, xxhash or xxhash_cbor, not " +
-                                algorithm);
+    throw std::invalid_argument(
+        "algorithm must be sha256, sha256_cbor, xxhash or xxhash_cbor, not " + algorithm);
   }
 }
 

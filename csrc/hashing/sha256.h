@@ -11,8 +11,8 @@ namespace hybrid_kv {
 constexpr std::size_t kSha256Padding = 72;
 
 // SHA-256 (FIPS 180-4) of a message in memory, in one call. Pads the message where it lies: there
-// must be room for kSha256Padding bytes after it. Uses the processor's SHA instructions where it has
-// them.
+// must be room for kSha256Padding bytes after it. Uses the processor's SHA instructions where it
+// has them.
 std::array<std::uint8_t, 32> sha256_in_place(std::uint8_t* message, std::size_t length);
 
 // The same with plain instructions only, for tests on processors that have the others.

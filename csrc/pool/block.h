@@ -14,8 +14,8 @@ namespace hybrid_kv {
 using BlockIndex = std::int32_t;
 constexpr BlockIndex kNullBlock = 0;
 
-// Blocks, their hashes and the slots of an index lie anywhere in memory: loops over many of them start
-// to load each so many rounds before they read it.
+// Blocks, their hashes and the slots of an index lie anywhere in memory: loops over many of them
+// start to load each so many rounds before they read it.
 constexpr std::size_t kAhead = 8;
 
 // A block hash: the raw digest, of any length up to 32 bytes.
@@ -50,10 +50,10 @@ struct Digest {
 // One grouped block: the physical blocks of all groups of an attention type for the same tokens.
 // A cache line long: blocks are visited in no order that the processor could guess.
 struct alignas(64) Block {
-  Digest digest;              // set while the block is in its type's prefix index
+  Digest digest;  // set while the block is in its type's prefix index
   std::uint8_t type_id = 0;
-  bool is_live = false;       // owns physical ids
-  std::uint32_t ref_cnt = 0;  // block tables, and detached references, that hold the block
+  bool is_live = false;          // owns physical ids
+  std::uint32_t ref_cnt = 0;     // block tables, and detached references, that hold the block
   std::uint32_t generation = 0;  // counts the uses of this place, so that a stale handle is noticed
   BlockIndex previous = 0, next = 0;  // neighbours in the eviction order
   // A ring of the cached blocks with the same digest, in the order in which they were entered.
@@ -70,7 +70,8 @@ struct BlockHandle {
   std::uint32_t generation = 0;
 };
 
-// The cached blocks that nobody references, the next to be evicted first: a list through the blocks.
+// The cached blocks that nobody references, the next to be evicted first: a list through the
+// blocks.
 class EvictionOrder {
  public:
   bool is_empty() const { return first_ == 0; }

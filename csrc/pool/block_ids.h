@@ -11,7 +11,8 @@ namespace hybrid_kv {
 // The physical block ids that hold nothing reusable, as a stack.
 //
 // Ids run from 1 to num_blocks - 1; id 0 is the null block, which belongs to nobody. Which id a
-// caller gets has no meaning for correctness. Last in, first out keeps the ids in use few and recent.
+// caller gets has no meaning for correctness. Last in, first out keeps the ids in use few and
+// recent.
 class BlankBlockIds {
  public:
   // Throws std::invalid_argument unless 1 <= num_blocks <= 2^31 - 1.

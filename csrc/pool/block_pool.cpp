@@ -66,7 +66,8 @@ const TypeShape& BlockPool::shape(std::int64_t type_id) const {
 const Block& BlockPool::checked(BlockHandle handle) const {
   const Block& found = block(handle.index);
   if (found.generation != handle.generation) {
-    throw std::invalid_argument("a block that was looked up has been freed or given to others since");
+    throw std::invalid_argument(
+        "a block that was looked up has been freed or given to others since");
   }
   return found;
 }
@@ -160,7 +161,8 @@ void BlockPool::release_detached(BlockHandle handle) {
 }
 
 void BlockPool::cache(BlockIndex index, const Digest& digest) {
-  if (!can_cache(index)) throw std::logic_error("a block is cached that is not referenced, or twice");
+  if (!can_cache(index))
+    throw std::logic_error("a block is cached that is not referenced, or twice");
   Block& block = at(index);
   block.digest = digest;
   indexes_[block.type_id]->insert(index);
@@ -169,7 +171,8 @@ void BlockPool::cache(BlockIndex index, const Digest& digest) {
 void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
   for (const std::int64_t id : physical_ids) {
     if (id < 0 || id >= blank_.num_blocks()) {
-      throw std::invalid_argument("block_ids holds " + std::to_string(id) + "; the pool has ids 0 to " +
+      throw std::invalid_argument("block_ids holds " + std::to_string(id) +
+                                  "; the pool has ids 0 to " +
                                   std::to_string(blank_.num_blocks() - 1));
     }
   }

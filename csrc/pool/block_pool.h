@@ -19,19 +19,19 @@ namespace hybrid_kv {
 
 // What the pool needs to know of an attention type. Sizes are in tokens.
 struct TypeShape {
-  std::int64_t num_groups;        // physical blocks of one logical block
+  std::int64_t num_groups;  // physical blocks of one logical block
   std::int64_t block_size;
   std::int64_t hashes_per_block;  // a type with larger blocks reads each n-th block hash
 };
 
 // The physical blocks of all attention types, and the grouped blocks made of them.
 //
-// Every id except the null block's is in exactly one place: blank, in an evictable block (cached, not
-// referenced), or in a referenced block. Blank ids are handed out first; then evictable blocks are
-// evicted, each as a whole, the least recently released first.
+// Every id except the null block's is in exactly one place: blank, in an evictable block (cached,
+// not referenced), or in a referenced block. Blank ids are handed out first; then evictable blocks
+// are evicted, each as a whole, the least recently released first.
 //
-// No operation's cost depends on the size of the pool or on how long it has been in use, except where
-// a comment says so.
+// No operation's cost depends on the size of the pool or on how long it has been in use, except
+// where a comment says so.
 class BlockPool {
  public:
   // Throws std::invalid_argument for a size or shape that is out of range.
@@ -96,9 +96,9 @@ class BlockPool {
   // Empties the prefix cache. Looks at all blocks.
   void clear_cache();
 
-  // The blocks of the longest prefix of at most `num_blocks`, a multiple of `alignment`, whose blocks
-  // from index `begin` on are all cached; null blocks stand for those before. `hashes(i)` is the hash
-  // at the end of the type's i-th block.
+  // The blocks of the longest prefix of at most `num_blocks`, a multiple of `alignment`, whose
+  // blocks from index `begin` on are all cached; null blocks stand for those before. `hashes(i)` is
+  // the hash at the end of the type's i-th block.
   template <typename Hashes>
   std::vector<BlockHandle> find_prefix(std::size_t type_id, std::size_t num_blocks,
                                        std::size_t alignment, std::size_t begin,
@@ -115,8 +115,8 @@ class BlockPool {
     return found;
   }
 
-  // The longest prefix of at most `num_blocks`, a multiple of `alignment`, whose last `length` blocks
-  // (or all, if it is shorter) are cached; null blocks stand for those before.
+  // The longest prefix of at most `num_blocks`, a multiple of `alignment`, whose last `length`
+  // blocks (or all, if it is shorter) are cached; null blocks stand for those before.
   //
   // Ends are tried from the right. A miss rules out every end whose last blocks it is among, so
   // each block is looked up at most once.

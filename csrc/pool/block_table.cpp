@@ -94,7 +94,8 @@ std::vector<BlockHandle> BlockTable::handles(std::int64_t begin, std::int64_t en
 std::int64_t BlockTable::num_cached_tokens() const {
   std::size_t end = size();
   while (end > 0 && !pool_->block(blocks_[end - 1]).is_cached()) --end;
-  return static_cast<std::int64_t>(end) * pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
+  return static_cast<std::int64_t>(end) *
+         pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
 }
 
 }  // namespace hybrid_kv

@@ -9,10 +9,11 @@
 
 namespace hybrid_kv {
 
-// Looks up one hash after the other: `hashes(i)` for each i from `begin` to before `end`, or backward.
+// Looks up one hash after the other: `hashes(i)` for each i from `begin` to before `end`, or
+// backward.
 //
-// Hashes, slots of the index and blocks lie anywhere in memory, so each is loaded in turn some lookups
-// before it is read: the hash, then, with it, the slot, then, with that, the block.
+// Hashes, slots of the index and blocks lie anywhere in memory, so each is loaded in turn some
+// lookups before it is read: the hash, then, with it, the slot, then, with that, the block.
 template <typename Hashes>
 class Lookups {
  public:

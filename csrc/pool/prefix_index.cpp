@@ -5,8 +5,7 @@
 
 namespace hybrid_kv {
 
-PrefixIndex::PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks)
-    : blocks_(blocks) {
+PrefixIndex::PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks) : blocks_(blocks) {
   std::size_t num_slots = 8;
   while (num_slots < 2 * max_blocks) num_slots *= 2;
   mask_ = num_slots - 1;

@@ -41,7 +41,8 @@ NewBlocks new_blocks(const Target& target, std::size_t num_there) {
   return {static_cast<std::size_t>(num_new - num_real), static_cast<std::size_t>(num_real)};
 }
 
-// Adds the physical ids of `num_blocks` blocks; stays at the largest number, more than any pool has.
+// Adds the physical ids of `num_blocks` blocks; stays at the largest number, more than any pool
+// has.
 void add_ids(std::int64_t& num_ids, std::size_t num_blocks, std::size_t num_groups) {
   const auto more = static_cast<std::int64_t>(num_blocks * num_groups);
   if (__builtin_add_overflow(num_ids, more, &num_ids)) {
@@ -162,9 +163,9 @@ std::optional<std::vector<BlockList>> RequestTables::allocate(const std::vector<
     const std::size_t begin = table.size();
     const NewBlocks added = new_blocks(targets[i], begin);
     table.grow(added.num_null, added.num_real);
-    lists.push_back({pool_, table.type_id(),
-                     table.handles(static_cast<std::int64_t>(begin),
-                                   static_cast<std::int64_t>(table.size()))});
+    lists.push_back(
+        {pool_, table.type_id(),
+         table.handles(static_cast<std::int64_t>(begin), static_cast<std::int64_t>(table.size()))});
   }
   return lists;
 }

@@ -12,8 +12,8 @@
 
 namespace hybrid_kv {
 
-// What a step needs of one block table. The last `num_written` of the new blocks are real; null blocks
-// stand for the new ones before them. More than there are new blocks means all.
+// What a step needs of one block table. The last `num_written` of the new blocks are real; null
+// blocks stand for the new ones before them. More than there are new blocks means all.
 struct Target {
   std::int64_t num_blocks;  // length of the table after the step
   std::int64_t num_written;
@@ -48,8 +48,8 @@ class PrefixHits {
 // The block tables of one request: each operation is for all of them, or changes nothing.
 class RequestTables {
  public:
-  // Throws std::invalid_argument unless the tables are the pool's, in ascending order of their types.
-  // The pool and the tables must outlive it.
+  // Throws std::invalid_argument unless the tables are the pool's, in ascending order of their
+  // types. The pool and the tables must outlive it.
   RequestTables(const std::shared_ptr<BlockPool>& pool, std::vector<BlockTable*> tables);
 
   // Physical ids that are missing for the targets once the hits are adopted. Throws
@@ -57,8 +57,8 @@ class RequestTables {
   std::int64_t num_missing_ids(const std::vector<Target>& targets, const PrefixHits& hits) const;
 
   // Starts the tables with a prefix hit and references its needed blocks; null blocks stand for the
-  // others. Throws std::invalid_argument, with nothing changed, if a table is not empty, a block was
-  // evicted since the lookup, or the hits are of other types.
+  // others. Throws std::invalid_argument, with nothing changed, if a table is not empty, a block
+  // was evicted since the lookup, or the hits are of other types.
   void adopt(const PrefixHits& hits);
 
   // Appends the blocks that are missing for the targets; returns the new ones, one list per table.

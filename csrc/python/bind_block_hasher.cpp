@@ -29,8 +29,8 @@ bool is_small_int(PyObject* object, Py_ssize_t& value) {
 #else
   const Py_ssize_t signed_count = Py_SIZE(object);
   if (!PyLong_CheckExact(object) || signed_count < -1 || signed_count > 1) return false;
-  value = signed_count * static_cast<Py_ssize_t>(
-                             reinterpret_cast<PyLongObject*>(object)->ob_digit[0]);
+  value =
+      signed_count * static_cast<Py_ssize_t>(reinterpret_cast<PyLongObject*>(object)->ob_digit[0]);
 #endif
   return value == static_cast<std::int32_t>(value);
 }
@@ -59,8 +59,8 @@ nb::object new_list(std::size_t size) {
 
 void set_bytes(const nb::object& list, std::size_t index, const std::uint8_t* data,
                std::size_t size) {
-  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data),
-                                              static_cast<Py_ssize_t>(size));
+  PyObject* bytes =
+      PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data), static_cast<Py_ssize_t>(size));
   if (bytes == nullptr) throw nb::python_error();
   PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(index), bytes);
 }

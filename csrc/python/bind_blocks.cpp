@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "python/blocks.h"
-
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
+
+#include "python/blocks.h"
 
 namespace nb = nanobind;
 
@@ -73,9 +73,7 @@ std::string describe(const BlockView& view) {
     return type + "given to others since)";
   }
   const Block& block = view.block();
-  const std::string state = block.is_cached()
-                                ? "cached"
-                                : "not cached";
+  const std::string state = block.is_cached() ? "cached" : "not cached";
   return type + "ids " + nb::cast<std::string>(nb::repr(ids_of(view))) + ", ref_cnt " +
          std::to_string(block.ref_cnt) + ", " + state + ")";
 }
@@ -83,22 +81,25 @@ std::string describe(const BlockView& view) {
 namespace {
 
 void bind_view(nb::module_& m) {
-  nb::class_<BlockView>(m, "GroupedKVCacheBlock",
-                        "One logical block: the physical blocks of all groups of an attention type\n"
-                        "for the same tokens. They are allocated, cached, freed and evicted together.\n"
-                        "\n"
-                        "A view, which holds no reference. ValueError once the block is given to others.")
+  nb::class_<BlockView>(
+      m, "GroupedKVCacheBlock",
+      "One logical block: the physical blocks of all groups of an attention type\n"
+      "for the same tokens. They are allocated, cached, freed and evicted together.\n"
+      "\n"
+      "A view, which holds no reference. ValueError once the block is given to others.")
       .def_ro("type_id", &BlockView::type_id)
       .def_prop_ro("is_null", &BlockView::is_null)
       .def_prop_ro("block_ids", &ids_of, "The physical id for each of the type's groups.")
-      .def_prop_ro("ref_cnt", [](const BlockView& self) { return self.block().ref_cnt; },
-                   "How many block tables (or detached lists) hold the block.")
-      .def_prop_ro("num_detached",
-                   [](const BlockView& self) {
-                     self.block();
-                     return self.pool->num_detached(self.handle.index);
-                   },
-                   "How many of the references callers hold, after `BlockTable.detach`.")
+      .def_prop_ro(
+          "ref_cnt", [](const BlockView& self) { return self.block().ref_cnt; },
+          "How many block tables (or detached lists) hold the block.")
+      .def_prop_ro(
+          "num_detached",
+          [](const BlockView& self) {
+            self.block();
+            return self.pool->num_detached(self.handle.index);
+          },
+          "How many of the references callers hold, after `BlockTable.detach`.")
       .def_prop_ro("block_hash", &hash_of, "Its hash while it is in the prefix index, or None.")
       .def("__repr__", &describe)
       .def("__hash__",
@@ -114,8 +115,8 @@ void bind_view(nb::module_& m) {
 }
 
 void bind_list(nb::module_& m) {
-  nb::class_<BlockList>(m, "BlockList",
-                        "Blocks of one attention type as they were at one time; holds no references.")
+  nb::class_<BlockList>(
+      m, "BlockList", "Blocks of one attention type as they were at one time; holds no references.")
       .def("__len__", [](const BlockList& self) { return self.blocks.size(); })
       .def("__getitem__",
            [](const BlockList& self, Py_ssize_t i) {
@@ -124,13 +125,17 @@ void bind_list(nb::module_& m) {
              return BlockView{self.pool, self.type_id,
                               self.blocks[static_cast<std::size_t>(i < 0 ? i + size : i)]};
            })
-      .def("truncated",
-           [](const BlockList& self, nb::handle num_blocks) {
-             const std::size_t n = std::min(to_count("num_blocks", num_blocks, 0), self.blocks.size());
-             return BlockList{self.pool, self.type_id,
-                              {self.blocks.begin(), self.blocks.begin() + static_cast<std::ptrdiff_t>(n)}};
-           },
-           nb::arg("num_blocks"), "The first blocks, at most so many.")
+      .def(
+          "truncated",
+          [](const BlockList& self, nb::handle num_blocks) {
+            const std::size_t n =
+                std::min(to_count("num_blocks", num_blocks, 0), self.blocks.size());
+            return BlockList{
+                self.pool,
+                self.type_id,
+                {self.blocks.begin(), self.blocks.begin() + static_cast<std::ptrdiff_t>(n)}};
+          },
+          nb::arg("num_blocks"), "The first blocks, at most so many.")
       .def("__add__",
            [](const BlockList& self, const BlockList& other) {
              if (self.pool != other.pool || self.type_id != other.type_id) {
@@ -151,37 +156,42 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("num_released", &BlockTable::num_released)
       .def_prop_rw("num_cached", &BlockTable::num_cached,
                    [](BlockTable& self, nb::handle end) { self.set_num_cached(to_int64(end)); })
-      .def("release_before",
-           [](BlockTable& self, nb::handle end) { return self.release_before(to_int64(end)); },
-           nb::arg("end"), "Release the blocks before index `end`; the null block takes their place.\n"
-           "Returns how many leading blocks are released now.")
-      .def("cache",
-           [](BlockTable& self, nb::handle begin, nb::handle end, nb::handle block_hashes) {
-             const std::int64_t start = to_int64(begin), stop = to_int64(end);
-             const HashList hashes(block_hashes,
-                                   self.pool()->shape(static_cast<std::int64_t>(self.type_id())));
-             if (stop > static_cast<std::int64_t>(hashes.num_blocks())) {
-               throw std::invalid_argument("there are hashes for " +
-                                           std::to_string(hashes.num_blocks()) + " blocks, not for " +
-                                           std::to_string(stop));
-             }
-             self.cache(start, stop, hashes);
-           },
-           nb::arg("begin"), nb::arg("end"), nb::arg("block_hashes"),
-           "Enter the blocks from index `begin` to before `end` in the prefix cache.")
+      .def(
+          "release_before",
+          [](BlockTable& self, nb::handle end) { return self.release_before(to_int64(end)); },
+          nb::arg("end"),
+          "Release the blocks before index `end`; the null block takes their place.\n"
+          "Returns how many leading blocks are released now.")
+      .def(
+          "cache",
+          [](BlockTable& self, nb::handle begin, nb::handle end, nb::handle block_hashes) {
+            const std::int64_t start = to_int64(begin), stop = to_int64(end);
+            const HashList hashes(block_hashes,
+                                  self.pool()->shape(static_cast<std::int64_t>(self.type_id())));
+            if (stop > static_cast<std::int64_t>(hashes.num_blocks())) {
+              throw std::invalid_argument("there are hashes for " +
+                                          std::to_string(hashes.num_blocks()) +
+                                          " blocks, not for " + std::to_string(stop));
+            }
+            self.cache(start, stop, hashes);
+          },
+          nb::arg("begin"), nb::arg("end"), nb::arg("block_hashes"),
+          "Enter the blocks from index `begin` to before `end` in the prefix cache.")
       .def("free", &BlockTable::free, "Release all blocks; the tail is reused first.")
-      .def("detach",
-           [](BlockTable& self) {
-             const std::shared_ptr<BlockPool> pool = self.pool();
-             return BlockList{pool, self.type_id(), self.detach()};
-           },
-           "Empty the table; its references are the caller's, to be given to `release`.")
-      .def("blocks",
-           [](const BlockTable& self, nb::handle begin) {
-             const std::int64_t size = static_cast<std::int64_t>(self.size());
-             return BlockList{self.pool(), self.type_id(), self.handles(to_int64(begin), size)};
-           },
-           nb::arg("begin") = 0, "The blocks from index `begin` on.")
+      .def(
+          "detach",
+          [](BlockTable& self) {
+            const std::shared_ptr<BlockPool> pool = self.pool();
+            return BlockList{pool, self.type_id(), self.detach()};
+          },
+          "Empty the table; its references are the caller's, to be given to `release`.")
+      .def(
+          "blocks",
+          [](const BlockTable& self, nb::handle begin) {
+            const std::int64_t size = static_cast<std::int64_t>(self.size());
+            return BlockList{self.pool(), self.type_id(), self.handles(to_int64(begin), size)};
+          },
+          nb::arg("begin") = 0, "The blocks from index `begin` on.")
       .def("num_cached_tokens", &BlockTable::num_cached_tokens,
            "Length in tokens of the longest prefix that ends at a cached block.");
 }

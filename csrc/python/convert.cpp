@@ -18,7 +18,8 @@ std::int64_t to_int64(nb::handle value) {
 }
 
 std::vector<std::int64_t> to_ids(nb::handle sequence) {
-  const nb::object fast = nb::steal(PySequence_Fast(sequence.ptr(), "block ids must be a sequence"));
+  const nb::object fast =
+      nb::steal(PySequence_Fast(sequence.ptr(), "block ids must be a sequence"));
   if (!fast.is_valid()) throw nb::python_error();
   std::vector<std::int64_t> ids;
   ids.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())));

@@ -27,8 +27,9 @@ const Names& names() {
   return *kNames;
 }
 
-// What a gate holds, in a tuple. The owner weakly: it holds the gate, and a cycle would keep the whole
-// pool until a garbage collection, or for ever where the heap is frozen, as in vLLM's engine core.
+// What a gate holds, in a tuple. The owner weakly: it holds the gate, and a cycle would keep the
+// whole pool until a garbage collection, or for ever where the heap is frozen, as in vLLM's engine
+// core.
 PyObject* owner(PyObject* self) { return PyTuple_GET_ITEM(self, 0); }
 PyObject* method(PyObject* self) { return PyTuple_GET_ITEM(self, 1); }
 PyObject* step_method(PyObject* self) { return PyTuple_GET_ITEM(self, 2); }
@@ -80,7 +81,8 @@ long long token_count(PyObject* value) {
 
 // Whether the arguments are a request, its new tokens, and maybe its lookahead tokens; then
 // `num_tokens` is the sum of the two.
-bool is_plain_step(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, long long* num_tokens) {
+bool is_plain_step(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames,
+                   long long* num_tokens) {
   if (nargs != 2) return false;
   *num_tokens = token_count(args[1]);
   if (*num_tokens <= 0) return false;
@@ -95,7 +97,8 @@ bool is_plain_step(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, l
   return num_lookahead >= 0;
 }
 
-PyObject* allocate_slots(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+PyObject* allocate_slots(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
+                         PyObject* kwnames) {
   long long num_tokens = 0;
   if (!is_plain_step(args, nargs, kwnames, &num_tokens)) {
     return call_method(self, args, nargs, kwnames);
@@ -143,23 +146,25 @@ void bind_step_gate(nb::module_& m) {
       "cache_blocks", as_function(cache_blocks), METH_FASTCALL | METH_KEYWORDS,
       "cache_blocks($self, request, num_computed_tokens, /)\n--\n\n"
       "Enter a request's first blocks in the prefix cache; see KVCacheManager."};
-  m.def("gate_allocate_slots",
-        [](nb::handle owner, nb::handle method, nb::handle step, nb::dict next_events,
-           nb::handle idle_answer) {
-          return make_gate(allocate_slots_definition, owner, method, step, std::move(next_events),
-                           idle_answer);
-        },
-        nb::arg("owner"), nb::arg("method"), nb::arg("step"), nb::arg("next_events"),
-        nb::arg("idle_answer"),
-        "The owner's `method`, but for a plain step of a request that has a next event: below the\n"
-        "event `idle_answer`, else its `step`.");
-  m.def("gate_cache_blocks",
-        [](nb::handle owner, nb::handle method, nb::dict next_events) {
-          return make_gate(cache_blocks_definition, owner, method, nb::none(), std::move(next_events),
-                           nb::none());
-        },
-        nb::arg("owner"), nb::arg("method"), nb::arg("next_events"),
-        "The owner's `method`, but for fewer tokens than the request's next event: then None.");
+  m.def(
+      "gate_allocate_slots",
+      [](nb::handle owner, nb::handle method, nb::handle step, nb::dict next_events,
+         nb::handle idle_answer) {
+        return make_gate(allocate_slots_definition, owner, method, step, std::move(next_events),
+                         idle_answer);
+      },
+      nb::arg("owner"), nb::arg("method"), nb::arg("step"), nb::arg("next_events"),
+      nb::arg("idle_answer"),
+      "The owner's `method`, but for a plain step of a request that has a next event: below the\n"
+      "event `idle_answer`, else its `step`.");
+  m.def(
+      "gate_cache_blocks",
+      [](nb::handle owner, nb::handle method, nb::dict next_events) {
+        return make_gate(cache_blocks_definition, owner, method, nb::none(), std::move(next_events),
+                         nb::none());
+      },
+      nb::arg("owner"), nb::arg("method"), nb::arg("next_events"),
+      "The owner's `method`, but for fewer tokens than the request's next event: then None.");
 }
 
 }  // namespace hybrid_kv
