@@ -4,6 +4,7 @@
 from typing import Any
 
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
+from vllm.v1.core.hybrid.step import NEVER, Step
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
@@ -11,11 +12,16 @@ from vllm.v1.request import Request
 HASHES = [BlockHash(bytes([i])) for i in range(64)]
 
 
+def step_to(end: int) -> Step:
+    """A step that computes the tokens before ``end``, of a prompt that is as long."""
+    return Step(0, 0, step_end=end, final_end=end, slots_end=end, prefill_end=end)
+
+
 def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
     """Put the blocks with these indices in the prefix cache, evictable."""
     pool = coordinator.block_pool
     table = pool.new_table(type_id)
-    pool.allocate((table,), (max(indices) + 1) * coordinator.managers[type_id].block_size)
+    pool.allocate((table,), [(max(indices) + 1, NEVER)])
     for i in indices:
         table.cache(i, i + 1, HASHES)
     table.free()
@@ -26,7 +32,7 @@ def cache_states(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -
     pool = coordinator.block_pool
     for i in indices:
         table = pool.new_table(type_id)
-        pool.allocate((table,), (i + 1) * coordinator.managers[type_id].block_size)
+        pool.allocate((table,), [(i + 1, 1)])
         table.cache(i, i + 1, HASHES)
         table.free()
 

@@ -125,11 +125,9 @@ class OracleEngine:
         self.manager = self.scheduler.kv_cache_manager
         self.connector: SimulatedConnector | None = None
         if settings.connector is not None:
-            # As the factory has the fork's manager know of a connector, and as base's
-            # configuration finds that steps overlap.
-            self.manager.serves_connector = True  # type: ignore[attr-defined]
             assert isinstance(self.scheduler.connector, SimulatedConnector)
             self.connector = self.scheduler.connector
+            # As base's configuration finds that steps overlap.
             self.scheduler.defer_block_free = settings.steps_in_flight > 0
         self.worker = SimulatedWorker(
             kv_cache_config,

@@ -13,10 +13,7 @@ from support.plugin_state import plugin_state_restored
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.hybrid import KVCacheManager
-from vllm.v1.core.hybrid.coordinators import (
-    EncoderDecoderKVCacheCoordinator,
-    KVCacheCoordinatorNoPrefixCache,
-)
+from vllm.v1.core.hybrid.coordinators import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.decision import describe
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -145,7 +142,7 @@ def test_cross_attention_is_covered_and_caches_nothing():
     assert find_uncovered_feature(facts) is None
     for caching in (False, True):
         manager = KVSetup((full(16), cross(16)), 100, caching=caching).build(KVCacheManager)
-        assert type(manager.coordinator) is EncoderDecoderKVCacheCoordinator
+        assert type(manager.coordinator) is KVCacheCoordinatorNoPrefixCache
         assert describe(manager.attention_types) == (
             "2 managers for 2 KV cache groups: full_attention (1 group, block size 16); "
             "cross_attention (1 group, block size 16)"

@@ -230,15 +230,18 @@ def test_decode_steps_end_in_the_gate() -> None:
     manager = make_manager(KVCacheManager)
     req = new_request("r", 20)
     admit(manager, req, 50)
-    assert manager._next_event["r"] == 33
+    assert manager._gates._next_events["r"] == 33
     req.append_output_token_ids(7)
     assert manager.allocate_slots(req, 1, num_lookahead_tokens=0) is manager.empty_kv_cache_blocks
 
 
 def test_a_wrong_number_of_encoder_tokens_changes_nothing() -> None:
     manager = make_manager(KVCacheManager)
-    for wrong in (-1, 1 << 40):
-        with pytest.raises(ValueError, match="num_tokens"):
+    for wrong, message in (
+        (-1, "num_encoder_tokens must be .* got -1"),
+        (1 << 40, "got 68719476736"),
+    ):
+        with pytest.raises(ValueError, match=message):
             admit(manager, new_request("r", 20), wrong)
         check(manager)
         assert num_free(manager) == 99

@@ -78,8 +78,14 @@ def test_it_has_what_base_has():
                 (p.name, p.default, p.kind) for p in expected.parameters.values()
             ], name
     constructor = inspect.signature(BaseKVCacheManager.__init__).parameters.values()
+    ours_takes = inspect.signature(KVCacheManager.__init__).parameters.values()
     assert [(p.name, p.default) for p in constructor] == [
-        (p.name, p.default) for p in inspect.signature(KVCacheManager.__init__).parameters.values()
+        (p.name, p.default) for p in ours_takes if p.kind is not p.KEYWORD_ONLY
+    ]
+    # And two of our own.
+    assert [(p.name, p.default) for p in ours_takes if p.kind is p.KEYWORD_ONLY] == [
+        ("verify_every_step", False),
+        ("is_covered", False),
     ]
 
 
@@ -332,7 +338,7 @@ def test_truncating_a_lookup():
     cut = manager.truncate_computed_blocks(blocks, 32)
     assert [len(ids) for ids in cut.get_block_ids()] == [2, 2]
     assert [len(ids) for ids in blocks.get_block_ids()] == [4, 4]
-    with pytest.raises(ValueError, match="num_computed_tokens is 40; accepted are multiples of 16"):
+    with pytest.raises(ValueError, match="must be a multiple of 16 up to 64, got 40"):
         manager.truncate_computed_blocks(blocks, 40)
     assert manager.truncate_computed_blocks(blocks, 0) is manager.empty_kv_cache_blocks
 
@@ -346,13 +352,13 @@ def test_mixed_precision_caches_have_their_new_blocks_zeroed():
     assert manager.take_new_block_ids() == []
     manager.record_blocks_for_zeroing("r", 16)
     assert sorted(manager.take_new_block_ids()) == sorted(group[1] for group in ids)
-    with pytest.raises(ValueError, match="start_token is 8; accepted are multiples of 16"):
+    with pytest.raises(ValueError, match="start_token must be a multiple of 16, got 8"):
         manager.record_blocks_for_zeroing("r", 8)
 
 
 def test_a_call_with_nothing_to_do_raises_and_changes_nothing():
     manager = make_manager()
-    with pytest.raises(ValueError, match="num_new_tokens is 0; without computed tokens"):
+    with pytest.raises(ValueError, match=r"num_new_tokens must be at least 1 without .*, got 0"):
         manager.allocate_slots(request("r", (1, 80)), 0)
     manager.check_integrity()
     assert manager.usage == 0

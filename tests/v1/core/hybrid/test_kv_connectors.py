@@ -194,7 +194,6 @@ def test_a_load_leaves_blocks_for_others():
 
 def test_blocks_as_a_connector_looks_at_them():
     manager = make_manager()
-    manager.serves_connector = True
     first = request("first", (1, 90))
     begin_load(manager, first, 70)
     end_load(manager, first)

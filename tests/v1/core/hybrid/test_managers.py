@@ -4,7 +4,7 @@
 import pytest
 
 from support.kv_configs import AttentionKind, KVSetup, chunked, full, mamba, mla, sliding
-from support.prefix_hits import HASHES, cache, cache_states, hit_pattern
+from support.prefix_hits import HASHES, cache, cache_states, hit_pattern, step_to
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
@@ -159,7 +159,7 @@ def test_blocks_are_released_when_no_later_query_reads_them():
     coordinator = make_coordinator(sliding(33, 16, 2))
     (manager,) = coordinator.managers
     blocks = coordinator.blocks_of("r")
-    coordinator.allocate("r", blocks, 96)
+    coordinator.allocate("r", blocks, step_to(96))
     (table,) = blocks.tables
     free = coordinator.block_pool.get_num_free_blocks()
     # With 47 tokens computed, the next query reads positions 15 and later.
@@ -182,7 +182,7 @@ def test_a_chunk_is_released_when_it_is_over(chunk, releases):
     coordinator = make_coordinator(chunked(chunk, 16, 2))
     (manager,) = coordinator.managers
     blocks = coordinator.blocks_of("r")
-    coordinator.allocate("r", blocks, 160)
+    coordinator.allocate("r", blocks, step_to(160))
     (table,) = blocks.tables
     for num_processed, num_released in releases.items():
         due = manager.release_skipped(table, num_processed)
@@ -202,17 +202,21 @@ def test_a_step_takes_one_state_however_long_it_is():
     free = pool.get_num_free_blocks()
     blocks = coordinator.blocks_of("r")
     (table,) = blocks.tables
-    none = coordinator.no_blocks
-    assert coordinator.num_physical_blocks_needed(blocks, 100, none, (0,)) == 3
-    allocated = coordinator.allocate("r", blocks, 40)
+
+    def num_missing(end: int) -> int:
+        targets = coordinator.targets(step_to(end))
+        return pool.num_missing_ids(blocks.tables, targets, coordinator.no_blocks, (0,))
+
+    assert num_missing(100) == 3
+    allocated = coordinator.allocate("r", blocks, step_to(40))
     assert allocated is not None
     (new,) = allocated
     assert (shape(table), [block.is_null for block in new]) == ("..x", [True, True, False])
-    assert coordinator.num_physical_blocks_needed(blocks, 48, none, (0,)) == 0
-    assert coordinator.num_physical_blocks_needed(blocks, 100, none, (0,)) == 3
-    again = coordinator.allocate("r", blocks, 48)
+    assert num_missing(48) == 0
+    assert num_missing(100) == 3
+    again = coordinator.allocate("r", blocks, step_to(48))
     assert again is not None and not len(again[0])
-    coordinator.allocate("r", blocks, 96)
+    coordinator.allocate("r", blocks, step_to(96))
     assert shape(table) == "..x..x"
     assert pool.get_num_free_blocks() == free - 6
     coordinator.check_integrity()
@@ -303,13 +307,13 @@ def test_next_event_is_the_first_thing_that_can_happen():
     blocks = coordinator.blocks_of("r")
     assert blocks.next_event() == 0
     request = make_request(RequestPlan(path=((1, 100),)), "r", block_hasher(16))
-    coordinator.allocate("r", blocks, 40)
+    coordinator.allocate("r", blocks, step_to(40))
     coordinator.release_skipped(blocks, 0)
     assert blocks.next_event() == 0  # nothing has been cached yet
     coordinator.cache_blocks(request, blocks, 40)
     assert (blocks.next_slots, blocks.next_cached, blocks.next_released) == (49, 48, 48)
     assert blocks.next_event() == 48  # the third block is full
-    coordinator.allocate("r", blocks, 100)
+    coordinator.allocate("r", blocks, step_to(100))
     coordinator.cache_blocks(request, blocks, 63)
     # A step that begins with 48 tokens processed releases the first block, and ends with 49.
     assert (blocks.next_slots, blocks.next_cached, blocks.next_event()) == (113, 64, 49)
@@ -322,7 +326,7 @@ def test_next_event_is_the_first_thing_that_can_happen():
 def test_a_request_that_sleeps_too_long_is_found(name):
     coordinator = make_coordinator(full(16), sliding(33, 16))
     blocks = coordinator.blocks_of("r")
-    coordinator.allocate("r", blocks, 40)
+    coordinator.allocate("r", blocks, step_to(40))
     coordinator.check_integrity()
     setattr(blocks, name, 50)
     with pytest.raises(AssertionError, match="request r sleeps until 50"):
@@ -334,26 +338,25 @@ def test_coordinators_refuse_what_they_cannot_do():
     config = KVSetup(kinds=kinds, num_blocks=10).kv_cache_config()
     types = get_attention_types(config)
     settings = CacheSettings(64, 64, 16, 16, True, None, False)
-    pool = BlockPool(10, types, settings)
     off = CacheSettings(64, 64, 16, 16, False, None, False)
-    with pytest.raises(ValueError, match="needs 1 attention type, got 2"):
-        UnitaryKVCacheCoordinator(types, pool, settings)
-    with pytest.raises(ValueError, match="needs 2 or more attention types, got 1"):
-        HybridKVCacheCoordinator(types[:1], pool, settings)
-    with pytest.raises(ValueError, match="needs prefix caching"):
-        HybridKVCacheCoordinator(types, pool, off)
-    assert isinstance(create_coordinator(types, pool, off), KVCacheCoordinatorNoPrefixCache)
-    assert isinstance(create_coordinator((), pool, settings), KVCacheCoordinatorNoPrefixCache)
+    with pytest.raises(ValueError, match="attention types must be 1, got 2"):
+        UnitaryKVCacheCoordinator(BlockPool(10, types, settings))
+    with pytest.raises(ValueError, match="attention types must be 2 or more, got 1"):
+        HybridKVCacheCoordinator(BlockPool(10, types[:1], settings))
+    with pytest.raises(ValueError, match="enable_caching must be True, got False"):
+        HybridKVCacheCoordinator(BlockPool(10, types, off))
+    for pool in (BlockPool(10, types, off), BlockPool(10, (), settings)):
+        assert isinstance(create_coordinator(pool), KVCacheCoordinatorNoPrefixCache)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"retention": 24}, "prefix_cache_retention_interval is 24; accepted are 0 and"),
-        ({"retention": -16}, "prefix_cache_retention_interval is -16"),
-        ({"kinds": (full(16),), "retention": 32}, "no sliding-window or Mamba layers"),
+        ({"retention": 24}, "retention_interval must be 0 or a positive multiple of 16, got 24"),
+        ({"retention": -16}, "must be 0 or a positive multiple of 16, got -16"),
+        ({"kinds": (full(16),), "retention": 32}, "without sliding-window or Mamba layers, got 32"),
         ({"hash_block_size": 6}, "must be a multiple of hash_block_size"),
-        ({"watermark": -0.5}, "watermark is -0.5; accepted are values of 0.0 and above"),
+        ({"watermark": -0.5}, "watermark must be at least 0.0, got -0.5"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message):

@@ -297,7 +297,9 @@ def test_hits_of_windows_with_retained_tokens_are_adopted():
 
 def test_more_modules_than_a_block_holds_are_refused():
     setup = KVSetup(GEMMA, 100, use_eagle=True, prefill_lookahead=17)
-    with pytest.raises(ValueError, match=r"num_prefill_lookahead is 17.* up to .* \(16\)"):
+    with pytest.raises(
+        ValueError, match=r"num_prefill_lookahead must be at most .* \(16\) .* got 17"
+    ):
         setup.build(KVCacheManager)
     with pytest.raises(ValueError, match="17"):
         setup.build(BaseKVCacheManager)

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
-    MambaSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
@@ -20,9 +18,9 @@ class AttentionType:
 
     ``group_ids`` are indices into ``KVCacheConfig.kv_cache_groups``, ascending.
 
-    ``is_eagle`` if any of the groups has layers of a drafter that reads the model's hidden
-    states (EAGLE, MTP). Such a layer computes the KV at a position with the token after it, so the
-    last token of a hit is right only where the block after the hit is known too.
+    ``is_eagle`` is true if any of the groups has layers of a drafter that reads the model's hidden
+    states (EAGLE, MTP). Such a layer computes the KV at a position from the token after it, so the
+    last token of a hit is right only if the block after the hit is cached too.
     """
 
     spec: KVCacheSpec
@@ -35,22 +33,13 @@ class AttentionType:
         return len(self.group_ids)
 
     @property
-    def is_full_attention(self) -> bool:
-        return isinstance(self.spec, FullAttentionSpec)
-
-    @property
-    def holds_states(self) -> bool:
-        """Whether a block holds a state that sums up the whole prefix, not its own tokens."""
-        return isinstance(self.spec, MambaSpec)
-
-    @property
     def kind(self) -> str:
         """Base's name of the spec's kind, e.g. ``"sliding_window"``."""
         return get_kv_cache_spec_kind(self.spec).value
 
     @property
     def name(self) -> str:
-        """The kind, and how far a token sees: ``"sliding_window 512"``."""
+        """The kind, and how many tokens a query sees: ``"sliding_window 512"``."""
         reach = get_kv_cache_spec_sliding_window(self.spec)
         if isinstance(self.spec, ChunkedLocalAttentionSpec):
             reach = self.spec.attention_chunk_size
@@ -62,7 +51,7 @@ class AttentionType:
 
 
 def get_eagle_group_ids(kv_cache_config: KVCacheConfig, use_eagle: bool) -> frozenset[int]:
-    """The groups with EAGLE or MTP layers: those that say so, or all where none does."""
+    """The groups with EAGLE or MTP layers: those with the flag, or all groups if none has it."""
     groups = kv_cache_config.kv_cache_groups
     flagged = frozenset(i for i, group in enumerate(groups) if group.is_eagle_group)
     return frozenset(range(len(groups))) if use_eagle and not flagged else flagged
@@ -73,12 +62,13 @@ def get_attention_types(
 ) -> tuple[AttentionType, ...]:
     """The attention types of a model, in the order of their first group.
 
-    As in base, draft layers with the spec of others are of their type, and make it one of EAGLE.
+    As in base, draft layers with the spec of other layers join their type, which then is one of
+    EAGLE.
     """
     specs: list[KVCacheSpec] = []
     group_ids: list[list[int]] = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        # Specs are compared, not hashed: some hold unhashable fields.
+        # Specs are compared, not hashed: some have unhashable fields.
         if group.kv_cache_spec not in specs:
             specs.append(group.kv_cache_spec)
             group_ids.append([])

@@ -18,11 +18,10 @@ logger = init_logger(__name__)
 class BlockPool(_core.BlockPool):
     """Owns the physical block ids ``1 .. num_gpu_blocks - 1``; id 0 is the null block.
 
-    Every id is in exactly one place: *blank* (holds nothing reusable), in an
-    *evictable* block (cached, not referenced), or in a *referenced* block.
-    Blank ids are handed out first; then evictable blocks are evicted, each as
-    a whole, the least recently freed first. The ids, the blocks and the prefix index of
-    each type are native; here is what base's callers see of them.
+    Every id is in exactly one place: *blank* (holds nothing reusable), in an *evictable* block
+    (cached, not referenced), or in a *referenced* block. Blank ids are allocated first. Then
+    evictable blocks are evicted in LRU order, each as a whole. The ids, the blocks and the prefix
+    index of each type are native; this class adds what base's callers use.
     """
 
     def __init__(
@@ -42,6 +41,7 @@ class BlockPool(_core.BlockPool):
         )
         self.num_gpu_blocks = num_gpu_blocks
         self.attention_types = tuple(attention_types)
+        self.settings = settings
         self.event_log = event_log
 
     def get_usage(self) -> float:
@@ -50,22 +50,22 @@ class BlockPool(_core.BlockPool):
         return 1.0 - self.get_num_free_blocks() / num_usable if num_usable else 0.0
 
     def detach(self, tables: Iterable[BlockTable]) -> list[GroupedKVCacheBlock]:
-        """Empty the tables; the caller now owns their references (see `free_blocks`)."""
+        """Empty the tables. The caller then owns their references (see `free_blocks`)."""
         return [block for table in tables for block in table.detach()]
 
     def free_blocks(self, ordered_blocks: Iterable[GroupedKVCacheBlock]) -> None:
-        """Return blocks that `KVCacheManager.pop_blocks_for_free` handed out.
+        """Free blocks that `KVCacheManager.pop_blocks_for_free` returned.
 
         Raises:
-            ValueError: for a block that was not handed out; the blocks before it are freed.
+            ValueError: for any other block; the blocks before it are freed.
         """
         for block in ordered_blocks:
             self.release_detached(block)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Remove from the prefix cache every block that holds one of the physical ids.
+        """Remove every block that holds one of the physical ids from the prefix cache.
 
-        A grouped block goes as a whole. Referenced blocks stay with their requests.
+        A grouped block is removed as a whole. Referenced blocks stay with their requests.
 
         Raises:
             ValueError: if an id is not one of the pool's.
@@ -93,9 +93,9 @@ class BlockPool(_core.BlockPool):
         return self.event_log.take()
 
     def report_evictions(self) -> None:
-        """Tell the event log, which must be on, of evictions since the last call.
+        """Report evictions since the last call to the event log, which must be on.
 
-        Before any other event, so that events stand in the order in which things happened.
+        To be called before any other event is logged, so that events are in order.
         """
         assert self.event_log is not None
         for type_id, block_hash in self.take_evictions():

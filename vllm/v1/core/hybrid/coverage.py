@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one list of what the fork does not cover, and leaves to base's manager."""
+"""The one list of what the hybrid manager does not cover, so that base's manager serves it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core import single_type_kv_cache_manager as base_managers
 from vllm.v1.core.hybrid.attention_type import get_eagle_group_ids
+from vllm.v1.core.hybrid.spec_table import find_manager
 from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
-from vllm.v1.core.single_type_kv_cache_manager import (
-    ChunkedLocalAttentionManager,
-    CrossAttentionManager,
-    FullAttentionManager,
-    MambaManager,
-    SlidingWindowManager,
-)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupRole,
@@ -27,7 +21,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheSpecKind,
     MambaSpec,
-    SlidingWindowSpec,
     get_kv_cache_spec_kind,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -35,28 +28,16 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Base's managers whose groups the fork serves, and the specs that it expects there. Base's
-#: registry is asked, so that a spec that a platform has registered with a manager of its own
-#: stays with that manager.
-COVERED_BASE_MANAGERS: dict[type | None, type[KVCacheSpec]] = {
-    FullAttentionManager: FullAttentionSpec,
-    SlidingWindowManager: SlidingWindowSpec,
-    ChunkedLocalAttentionManager: ChunkedLocalAttentionSpec,
-    MambaManager: MambaSpec,
-    CrossAttentionManager: CrossAttentionSpec,
-}
-
-#: Kinds that name what is not covered. Of the other kinds only some specs are not, R-SWA
-#: among full attention, say; there the spec's own name says more.
+#: Kinds that are not covered at all. In other kinds only single specs are not covered, such as
+#: R-SWA among full attention. For these the spec's own name says more.
 _NAMED_KINDS = {
     KVCacheSpecKind.ENCODER_ONLY_ATTENTION: "encoder-only attention",
     KVCacheSpecKind.SINK_FULL_ATTENTION: "full attention with a sink",
 }
 
-
-#: Speculative methods that draft from another model, or from nothing but tokens, with a KV cache
-#: that grows token by token. DFlash and DSpark fill in many tokens at once, and hidden states
-#: are extracted through a KV connector.
+#: Speculative methods that draft from another model, or from tokens alone, with a KV cache that
+#: grows token by token. DFlash and DSpark write many tokens at once, and hidden states are
+#: extracted through a KV connector.
 _COVERED_SPECULATION = {
     "draft_model",
     "eagle",
@@ -69,11 +50,10 @@ _COVERED_SPECULATION = {
     "suffix",
 }
 
-
-#: KV connectors of base that know of a request's blocks no more than their ids and whether
-#: they are in the prefix cache. Others reach into base's block pool (SimpleCPUOffloadConnector,
-#: MooncakeStoreConnector, HiSparseConnector), or give the blocks to a library of their own, from
-#: which LMCache's connectors even take their class.
+#: KV connectors of base that read only the ids of a request's blocks and whether they are in the
+#: prefix cache. Other connectors reach into base's block pool (SimpleCPUOffloadConnector,
+#: MooncakeStoreConnector, HiSparseConnector) or give the blocks to a library of their own, as
+#: LMCache's connectors do.
 _COVERED_CONNECTORS = {
     "DecodeBenchConnector",
     "ExampleConnector",
@@ -90,10 +70,10 @@ _COVERED_CONNECTORS = {
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What decides whether the fork can serve an engine.
+    """What decides whether the hybrid manager can serve an engine.
 
-    The first fields are arguments of base's KVCacheManager; ``vllm_config`` is None
-    where a manager is built without an engine.
+    All fields but the last are arguments of base's KVCacheManager. ``vllm_config`` is None if a
+    manager is built without an engine.
     """
 
     kv_cache_config: KVCacheConfig
@@ -133,7 +113,7 @@ def _kv_connector(facts: EngineFacts) -> str | None:
     )
     groups = facts.kv_cache_config.kv_cache_groups
     if reason is None and any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
-        # A load brings the state at its end, which is not at the end of a block here.
+        # A load brings the state at its end, which need not be the end of a block.
         return f"Mamba with KV connector {config.kv_connector}"
     return reason
 
@@ -159,7 +139,7 @@ def _named_connector(
 def _context_parallelism(facts: EngineFacts) -> str | None:
     sizes = [("decode", facts.dcp_world_size), ("prefill", facts.pcp_world_size)]
     if facts.vllm_config is not None:
-        # Base's scheduler builds its manager with a prefill size of 1, whatever it is.
+        # Base's scheduler always builds its manager with a prefill size of 1.
         parallel = facts.vllm_config.parallel_config
         sizes.append(("decode", parallel.decode_context_parallel_size))
         sizes.append(("prefill", parallel.prefill_context_parallel_size))
@@ -181,7 +161,7 @@ def _kv_cache_groups(facts: EngineFacts) -> str | None:
 
 
 def _eagle_group(spec: KVCacheSpec) -> str | None:
-    # Base's manager refuses it as soon as it looks for a hit.
+    # Base's manager raises in its first lookup.
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return "speculative decoding from hidden states with chunked local attention"
     return None
@@ -195,8 +175,10 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
         return f"the role {KVCacheGroupRole(group.role).value}"
     if not group.enable_kv_transfer:
         return "a KV cache that is left out of KV transfer"
-    manager_class = KVCacheSpecRegistry.get_manager_class(spec, group.role)
-    if not isinstance(spec, COVERED_BASE_MANAGERS.get(manager_class, ())):
+    # A platform may have registered the spec with a manager of its own, which then serves it.
+    base_manager = KVCacheSpecRegistry.get_manager_class(spec, group.role)
+    ours = find_manager(spec)
+    if ours is None or base_manager is not getattr(base_managers, ours[1]):
         return _name_of(spec)
     if not spec.prefix_cacheable:
         return f"{type(spec).__name__} that opts out of prefix caching"
@@ -214,7 +196,7 @@ def _name_of(spec: KVCacheSpec) -> str:
 
 
 def _partial_block_events(facts: EngineFacts) -> str | None:
-    # Base then also publishes the part of a block that the end of a prompt fills.
+    # Base then also publishes the part of a block that a prompt's end fills.
     if facts.enable_kv_cache_events and any(
         isinstance(group.kv_cache_spec, FullAttentionSpec)
         and group.kv_cache_spec.block_size > facts.hash_block_size
@@ -228,10 +210,10 @@ def _states(facts: EngineFacts) -> str | None:
     specs = [group.kv_cache_spec for group in facts.kv_cache_config.kv_cache_groups]
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     config = None if facts.vllm_config is None else facts.vllm_config.speculative_config
-    # Also where a spec has no blocks for drafts, as with base's RecoverSSM.
+    # Even if a spec has no blocks for drafts, as with base's RecoverSSM.
     if states and (config is not None or facts.use_eagle or facts.num_prefill_lookahead):
         return "Mamba with speculative decoding"
-    # Base keeps such a state where hits of all types can end, which then is not at a block's end.
+    # Base keeps such a state where hits of all types can end. That need not be a block's end then.
     hit_alignment = math.lcm(*(spec.block_size for spec in specs if spec.prefix_cacheable))
     for spec in states:
         if spec.mamba_cache_mode != "align" or not spec.num_prefill_checkpoint_blocks:

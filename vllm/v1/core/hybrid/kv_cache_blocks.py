@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler receives: blocks per attention type, ids per KV cache group."""
+"""Blocks as the scheduler receives them: per attention type, with ids per KV cache group."""
 
 from __future__ import annotations
 
@@ -25,23 +25,42 @@ def get_group_layout(attention_types: Sequence[AttentionType]) -> GroupLayout:
     return tuple(places[group_id] for group_id in range(len(places)))
 
 
-class KVCacheBlocks:
-    """Blocks of one request: ``blocks[type][i]`` is the type's ``i``-th logical block.
+class PhysicalBlock(NamedTuple):
+    """What base's callers read of one block of one KV cache group."""
 
-    Immutable by convention. The scheduler holds it only within a step: it has no references, and
-    once a block has been given to others its ids raise ValueError.
+    block_id: int
+    #: Set while the block is in the prefix cache, so that its content is complete.
+    block_hash: bytes | None
+    is_null: bool
+
+
+class KVCacheBlocks:
+    """Blocks of one request, per attention type, and their ids, per KV cache group.
+
+    Immutable by convention. The scheduler keeps an instance within a step only. It holds no
+    references: once a block has been reallocated, reading its ids raises ValueError.
     """
 
-    __slots__ = ("by_type", "layout")
+    __slots__ = ("_blocks", "by_type", "layout")
 
     def __init__(self, by_type: BlocksByType, layout: GroupLayout) -> None:
+        #: ``by_type[type][i]`` is the type's ``i``-th logical block.
         self.by_type = by_type
         self.layout = layout
+        self._blocks: tuple[list[PhysicalBlock], ...] | None = None
 
     @property
-    def blocks(self) -> BlocksByType:
-        """Per attention type, its blocks in token order."""
-        return self.by_type
+    def blocks(self) -> tuple[list[PhysicalBlock], ...]:
+        """``blocks[group][i]``, as base's callers expect it. Computed when it is first read."""
+        if self._blocks is None:
+            ids = [blocks.block_ids() for blocks in self.by_type]
+            hashes = [[block.block_hash for block in blocks] for blocks in self.by_type]
+            pairs = [(ids[type_id][place], hashes[type_id]) for type_id, place in self.layout]
+            self._blocks = tuple(
+                [PhysicalBlock(i, block_hash, not i) for i, block_hash in zip(*pair, strict=True)]
+                for pair in pairs
+            )
+        return self._blocks
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         return type(self)(
@@ -65,7 +84,7 @@ class KVCacheBlocks:
 
         ``group_ids`` selects groups; with ``allow_none``, None instead of only empty lists.
         """
-        # First the common case: most steps of most requests bring nothing new.
+        # The common case first: most steps of most requests bring no new block.
         if allow_none and not any(map(len, self.by_type)):
             return None
         layout = self.layout
@@ -77,13 +96,13 @@ class KVCacheBlocks:
         return tuple([ids[type_id][place] for type_id, place in layout])
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Ids of the blocks that are not in the prefix cache; for a single group only.
+        """Ids of the blocks that are not in the prefix cache, for a model with one group.
 
         Raises:
-            ValueError: if the model has another number of groups than one.
+            ValueError: if the model has another number of groups.
         """
         if len(self.layout) != 1:
-            raise ValueError(f"needs exactly one KV cache group, the model has {len(self.layout)}")
+            raise ValueError(f"the number of KV cache groups must be 1, got {len(self.layout)}")
         return [block.block_ids[0] for block in self.by_type[0] if block.block_hash is None]
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
@@ -100,36 +119,3 @@ class KVCacheBlocks:
     def new_empty(self) -> KVCacheBlocks:
         """The same layout without blocks."""
         return type(self)(tuple(blocks.truncated(0) for blocks in self.by_type), self.layout)
-
-
-class PhysicalBlock(NamedTuple):
-    """What a KV connector reads of a block of one KV cache group."""
-
-    block_id: int
-    #: Whether it is in the prefix cache, and so holds what its request has computed before.
-    block_hash: bytes | None
-    is_null: bool
-
-
-class KVCacheBlocksByGroup(KVCacheBlocks):
-    """The blocks of one request as KV connectors know them: ``blocks[group][i]``, as in base."""
-
-    __slots__ = ("_by_group",)
-
-    def __init__(self, by_type: BlocksByType, layout: GroupLayout) -> None:
-        super().__init__(by_type, layout)
-        self._by_group: tuple[list[PhysicalBlock], ...] | None = None
-
-    @property
-    def blocks(self) -> tuple[list[PhysicalBlock], ...]:  # type: ignore[override]
-        """Per KV cache group, its blocks in token order."""
-        # Base's offloading connector asks again for each group.
-        if self._by_group is None:
-            ids = [blocks.block_ids() for blocks in self.by_type]
-            hashes = [[block.block_hash for block in blocks] for blocks in self.by_type]
-            pairs = [(ids[type_id][place], hashes[type_id]) for type_id, place in self.layout]
-            self._by_group = tuple(
-                [PhysicalBlock(i, block_hash, not i) for i, block_hash in zip(*pair, strict=True)]
-                for pair in pairs
-            )
-        return self._by_group

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's view of the KV cache, with the contract of base vLLM 0.32's manager."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar
 
-from vllm.v1.core.hybrid._core import (
-    GroupedKVCacheBlock,
-    gate_allocate_slots,
-    gate_cache_blocks,
-)
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.core.hybrid._core import GroupedKVCacheBlock
+from vllm.v1.core.hybrid.admission import Admission
 from vllm.v1.core.hybrid.attention_type import get_attention_types
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators import RequestBlocks, create_coordinator
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
+from vllm.v1.core.hybrid.gates import StepGates
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, KVCacheBlocks, get_group_layout
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog, wants_hits_reported
-from vllm.v1.core.hybrid.queries import KVCacheQueries
 from vllm.v1.core.hybrid.residency import ResidencyMetrics
 from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.core.hybrid.step import Step
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     get_kv_cache_spec_kind,
@@ -27,32 +26,28 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-#: Requests that ask to be admitted, and so must leave the watermark free.
+#: Statuses of requests that wait to be admitted. Their admission must leave the watermark free.
 NEWCOMERS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-class _Occasion(NamedTuple):
-    """What a step is told beyond its tokens, where it is more than a running request's next."""
-
-    blocks: RequestBlocks
-    num_computed: int
-    #: Free blocks that are left alone.
-    num_kept: int
-    num_encoder_tokens: int
-    delay_cache_blocks: bool
-    skip_zeroing_group_ids: tuple[int, ...]
-
-
-class KVCacheManager(KVCacheQueries):
+class KVCacheManager:
     """Allocates, caches and frees the KV cache blocks of all requests.
 
-    Takes the constructor arguments of base's class and has every method and attribute
-    that base's scheduler and engine core use.
+    Takes the constructor arguments of base's class, and has every method and attribute of it that
+    base's scheduler, engine core and the covered KV connectors use. In addition:
+
+    Args:
+        verify_every_step: Run `check_integrity` at each scheduler step. Slow; for debugging.
+        is_covered: The caller has checked `coverage` already, as the factory has.
 
     Raises:
-        ValueError: for a feature that only base's manager covers, or a setting that does
-            not fit the model.
+        ValueError: for a feature that only base's manager covers, or a setting that does not fit
+            the model.
     """
+
+    # Features that base's manager serves: the factory leaves engines that need them to base.
+    mamba_shared_prefix_checkpoint: ClassVar[bool] = False
+    retained_hit_group_ids: ClassVar[tuple[int, ...]] = ()
 
     def __init__(
         self,
@@ -71,39 +66,38 @@ class KVCacheManager(KVCacheQueries):
         metrics_collector: KVCacheMetricsCollector | None = None,
         watermark: float = 0.0,
         enable_mamba_shared_prefix_checkpoint: bool = False,
+        *,
+        verify_every_step: bool = False,
+        is_covered: bool = False,
     ) -> None:
-        feature = find_uncovered_feature(
-            EngineFacts(
-                kv_cache_config=kv_cache_config,
-                hash_block_size=hash_block_size,
-                enable_kv_cache_events=enable_kv_cache_events,
-                use_eagle=use_eagle,
-                num_prefill_lookahead=num_prefill_lookahead,
-                dcp_world_size=dcp_world_size,
-                pcp_world_size=pcp_world_size,
-            )
+        facts = EngineFacts(
+            kv_cache_config=kv_cache_config,
+            hash_block_size=hash_block_size,
+            enable_kv_cache_events=enable_kv_cache_events,
+            use_eagle=use_eagle,
+            num_prefill_lookahead=num_prefill_lookahead,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
         )
+        feature = None if is_covered else find_uncovered_feature(facts)
         if feature is not None:
             raise ValueError(f"{feature} is not covered by the hybrid KV cache; use base's manager")
         if watermark < 0.0:
-            raise ValueError(f"watermark is {watermark}; accepted are values of 0.0 and above")
+            raise ValueError(f"watermark must be at least 0.0, got {watermark}")
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events
         self.use_eagle = use_eagle
         self.log_stats = log_stats
         self.metrics_collector = metrics_collector
-        self._residency = None
-        if metrics_collector is not None:
-            self._residency = ResidencyMetrics(metrics_collector, enable_caching)
         self.kv_cache_config = kv_cache_config
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
-        #: Whether a KV connector is served, which looks at the blocks of each group.
-        self.serves_connector = False
-        #: Whether `new_step_starts` verifies all bookkeeping: slow, for debugging.
-        self.verify_every_step = False
+        self.verify_every_step = verify_every_step
+        self._residency = None
+        if metrics_collector is not None:
+            self._residency = ResidencyMetrics(metrics_collector, enable_caching)
 
         settings = CacheSettings(
             max_model_len=max_model_len,
@@ -118,12 +112,13 @@ class KVCacheManager(KVCacheQueries):
             num_prefill_lookahead=num_prefill_lookahead,
         )
         self.attention_types = get_attention_types(kv_cache_config, use_eagle)
-        # Without prefix caching there is nothing to tell, as in base.
+        # Without prefix caching there are no events, as in base.
         event_log = KVCacheEventLog(self.attention_types) if enable_kv_cache_events else None
         self.block_pool = BlockPool(
             kv_cache_config.num_blocks, self.attention_types, settings, event_log
         )
-        self.coordinator = create_coordinator(self.attention_types, self.block_pool, settings)
+        self.coordinator = create_coordinator(self.block_pool)
+        self._admission = Admission(self.coordinator, self.block_pool, self._residency)
 
         self._group_layout = get_group_layout(self.attention_types)
         #: Shared by all calls that return no blocks.
@@ -136,20 +131,8 @@ class KVCacheManager(KVCacheQueries):
             )
             for group in kv_cache_config.kv_cache_groups
         )
-
-        # Per request, the token count below which no call has anything to do (see
-        # `RequestBlocks.next_event`). Most decode steps end in the gates, which compare it.
-        self._next_event: dict[str, int] = {}
-        # A subclass that has methods of its own is asked every time.
-        cls = KVCacheManager
-        if type(self).allocate_slots is cls.allocate_slots:
-            self.allocate_slots = gate_allocate_slots(  # type: ignore[method-assign]
-                self, cls.allocate_slots, cls._advance, self._next_event, self.empty_kv_cache_blocks
-            )
-        if type(self).cache_blocks is cls.cache_blocks:
-            self.cache_blocks = gate_cache_blocks(  # type: ignore[method-assign]
-                self, cls.cache_blocks, self._next_event
-            )
+        self._gates = StepGates()
+        self._gates.guard(self, KVCacheManager)
 
     # Prefix cache
 
@@ -159,9 +142,9 @@ class KVCacheManager(KVCacheQueries):
         At least one token is left to compute, for its logits.
 
         Returns:
-            The hit's blocks; its length in tokens; and the junction: the position up to
-            which a full-attention type has the prefix cached while a type that
-            caches sparsely has not, or 0. Keeping the junction lets the next request hit.
+            The blocks of the hit; its length in tokens; and the junction, or 0. The junction is
+            the position up to which a full-attention type has the prefix cached while a type that
+            caches sparsely has not. If this request keeps its blocks there, the next one can hit.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
@@ -191,6 +174,50 @@ class KVCacheManager(KVCacheQueries):
         if blocks is not None and num_computed_tokens >= blocks.next_cached:
             self.coordinator.cache_blocks(request, blocks, num_computed_tokens)
 
+    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
+        """Whether the prefix cache may be looked up for a request."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def truncate_computed_blocks(
+        self, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> KVCacheBlocks:
+        """The part of a lookup's blocks that covers the first ``num_computed_tokens``.
+
+        Raises:
+            ValueError: if the count ends inside a block or beyond the lookup's hit.
+        """
+        cut = []
+        for manager, type_blocks in zip(self.coordinator.managers, blocks.by_type, strict=True):
+            num_blocks, rest = divmod(num_computed_tokens, manager.block_size)
+            if rest or num_blocks > len(type_blocks):
+                raise ValueError(
+                    f"num_computed_tokens must be a multiple of {manager.block_size} up to "
+                    f"{len(type_blocks) * manager.block_size}, got {num_computed_tokens}"
+                )
+            cut.append(type_blocks.truncated(num_blocks))
+        return self.create_kv_cache_blocks(tuple(cut))
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that are in the prefix cache of every attention type."""
+        blocks = self.coordinator.blocks_of(request.request_id)
+        return min((table.num_cached_tokens() for table in blocks.tables), default=0)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and no change, while any request holds blocks."""
+        if not self.coordinator.reset_prefix_cache():
+            return False
+        if self._residency is not None:
+            self._residency.reset()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Remove the blocks that hold the given physical ids from the prefix cache."""
+        self.block_pool.evict_blocks(block_ids)
+        if self._residency is not None:
+            self._residency.evicted(block_ids)
+
     # Slots
 
     def allocate_slots(
@@ -208,7 +235,7 @@ class KVCacheManager(KVCacheQueries):
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """Give a request slots for the tokens of the next step.
+        """Allocate slots for the tokens of a request's next step.
 
         | computed | new_computed (hit, adopted here) | external | new (computed next) | lookahead |
 
@@ -218,20 +245,20 @@ class KVCacheManager(KVCacheQueries):
             num_new_computed_tokens: Tokens of the prefix hit; 0 for a running request.
             new_computed_blocks: The hit's blocks, as `get_computed_blocks` returned them.
             num_lookahead_tokens: Slots beyond the new tokens.
-            num_external_computed_tokens: Tokens after the hit that a KV connector loads, into
-                blocks that they get here.
+            num_external_computed_tokens: Tokens after the hit that a KV connector loads into
+                blocks that are allocated here.
             delay_cache_blocks: Leave caching to a later `cache_blocks` call.
-            num_encoder_tokens: Slots for what the encoder computes in the step, in cross
+            num_encoder_tokens: Slots for what the encoder computes in the step, for cross
                 attention; 0 from the next step on.
             full_sequence_must_fit: Admit only if all of the request's tokens would fit.
             reserved_blocks: Physical blocks to leave free for others.
-            has_scheduled_reqs: Whether others run: then the watermark counts for newcomers.
-            skip_zeroing_group_ids: KV cache groups whose new blocks a load fills after this
-                step, so that they must not be zeroed.
+            has_scheduled_reqs: Whether others run. The watermark counts for newcomers then.
+            skip_zeroing_group_ids: KV cache groups whose new blocks a load fills after this step,
+                so that they must not be zeroed.
 
         Returns:
-            The newly allocated blocks, hits not included; None, with nothing allocated, if
-            there are too few free blocks.
+            The newly allocated blocks, hits excluded; None, with nothing allocated, if too few
+            blocks are free.
 
         Raises:
             ValueError: if there is nothing to do.
@@ -239,141 +266,86 @@ class KVCacheManager(KVCacheQueries):
         adopts = num_new_computed_tokens > 0 or num_external_computed_tokens > 0
         if num_new_tokens <= 0 and not adopts:
             raise ValueError(
-                f"num_new_tokens is {num_new_tokens}; without computed tokens to adopt, "
-                "accepted are values of 1 and above"
+                f"num_new_tokens must be at least 1 without computed tokens to adopt, "
+                f"got {num_new_tokens}"
             )
-
-        coordinator, pool = self.coordinator, self.block_pool
-        blocks = coordinator.blocks_of(request.request_id)
-        if blocks.next_cached and request.status in NEWCOMERS:
+        is_newcomer = request.status in NEWCOMERS
+        blocks = self.coordinator.blocks_of(request.request_id)
+        if is_newcomer and not blocks.is_new:
             # It kept its blocks, and comes back with the next input of a streaming session.
-            coordinator.take_up_caching(blocks, request.num_computed_tokens)
-            self._next_event.pop(request.request_id, None)
-        num_hit = num_computed = request.num_computed_tokens + num_new_computed_tokens
-        num_read_from = num_hit
-        if num_external_computed_tokens:
-            num_computed = min(num_hit + num_external_computed_tokens, self.max_model_len)
-            # The last token is computed even where all are loaded, and reads the window before it.
-            num_read_from = min(num_computed, request.num_tokens - 1)
-        # Free blocks that are not there to be allocated.
-        num_kept = reserved_blocks
-        if self.watermark_blocks and has_scheduled_reqs and request.status in NEWCOMERS:
-            num_kept += self.watermark_blocks
-
-        if full_sequence_must_fit or adopts:
-            hits = coordinator.no_blocks
-            if new_computed_blocks is not None:
-                hits = new_computed_blocks.by_type
-            if not coordinator.is_usable(hits):
-                return None
-            num_skipped = coordinator.num_skipped_blocks(num_read_from, num_hit)
-            num_step = num_computed + num_new_tokens + num_lookahead_tokens
-            num_all = request.num_tokens if full_sequence_must_fit else 0
-            num_free = pool.get_num_free_blocks() - num_kept
-            # A hit only saves blocks: where there is room without it, nothing has to be counted.
-            if coordinator.max_physical_blocks(num_step, num_all, num_encoder_tokens) > num_free:
-                num_evictable = pool.count_evictable_ids(hits, num_skipped)
-                need = blocks, hits, num_skipped, num_encoder_tokens
-                if full_sequence_must_fit:
-                    states = coordinator.num_states(num_computed, num_all, request)
-                    most = num_free + reserved_blocks - num_evictable
-                    if not self._fits(most, num_all, *need, num_states=states, recycled=True):
-                        return None
-                if blocks.next_slots and num_new_tokens:
-                    # It has had slots before: what it does not read any more makes room.
-                    self._release(request, blocks, num_computed)
-                    num_free = pool.get_num_free_blocks() - num_kept
-                states = coordinator.num_states(
-                    num_computed, num_computed + num_new_tokens, request
-                )
-                num_free -= num_evictable
-                if not self._fits(num_free, num_step, *need, num_states=states):
-                    return None
-            # A load of a prompt's only token leaves none computed, but the request has its blocks.
-            if num_new_computed_tokens or (
-                num_external_computed_tokens and request.request_id not in coordinator.requests
-            ):
-                # All types before any allocates: that must not evict another type's hit.
-                pool.adopt(blocks.tables, hits, num_skipped)
-                if self._residency is not None:
-                    self._residency.hit(hits, num_skipped)
-        return self._advance(
+            self.coordinator.take_up_caching(blocks, request.num_computed_tokens)
+            self._gates.wake(request.request_id)
+        watermark = self.watermark_blocks if is_newcomer and has_scheduled_reqs else 0
+        hit_end = request.num_computed_tokens + num_new_computed_tokens
+        step = self._describe_step(
             request,
+            hit_end,
+            min(hit_end + num_external_computed_tokens, self.max_model_len),
             num_new_tokens,
             num_lookahead_tokens,
-            _Occasion(
-                blocks,
-                num_computed,
-                num_kept,
-                num_encoder_tokens,
-                delay_cache_blocks,
-                skip_zeroing_group_ids,
-            ),
-        )
-
-    def _fits(
-        self,
-        num_free: int,
-        num_tokens: int,
-        blocks: RequestBlocks,
-        hits: BlocksByType,
-        num_skipped: Sequence[int],
-        num_encoder_tokens: int,
-        recycled: bool = False,
-        num_states: int = 1,
-    ) -> bool:
-        """Whether ``num_free`` blocks are enough for so many slots, ``hits`` adopted."""
-        return num_free >= self.coordinator.num_physical_blocks_needed(
-            blocks,
-            min(num_tokens, self.max_model_len),
-            hits,
-            num_skipped,
-            recycled,
-            num_states,
             num_encoder_tokens,
+            reserved_blocks + watermark,
         )
+        if full_sequence_must_fit or adopts:
+            whole = None
+            if full_sequence_must_fit:
+                end = min(request.num_tokens, self.max_model_len)
+                whole = step._replace(step_end=end, slots_end=end, num_kept_free=watermark)
+            hits = new_computed_blocks or self.empty_kv_cache_blocks
+            if not self._admission.admit(request, blocks, step, whole, hits.by_type):
+                return None
+        return self._place(request, blocks, step, delay_cache_blocks, skip_zeroing_group_ids)
 
-    def _advance(
+    def continue_request(
+        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+    ) -> KVCacheBlocks | None:
+        """`allocate_slots` for a running request with work to do; called by the gate."""
+        blocks = self.coordinator.requests[request.request_id]
+        end = request.num_computed_tokens
+        step = self._describe_step(request, end, end, num_new_tokens, num_lookahead_tokens)
+        return self._place(request, blocks, step)
+
+    def _describe_step(
         self,
         request: Request,
+        hit_end: int,
+        computed_end: int,
         num_new_tokens: int,
-        num_lookahead_tokens: int = 0,
-        occasion: _Occasion | None = None,
+        num_lookahead_tokens: int,
+        num_encoder_tokens: int = 0,
+        num_kept_free: int = 0,
+    ) -> Step:
+        num_tokens, num_prompt_tokens = request.num_tokens, request.num_prompt_tokens
+        step_end = computed_end + num_new_tokens
+        slots_end = step_end + num_lookahead_tokens
+        return Step(
+            hit_end,
+            computed_end,
+            step_end,
+            # Draft tokens are beyond the request's own tokens.
+            num_tokens if num_tokens < step_end else step_end,
+            self.max_model_len if self.max_model_len < slots_end else slots_end,
+            num_tokens - 1 if num_tokens > num_prompt_tokens else num_prompt_tokens,
+            num_encoder_tokens,
+            num_kept_free,
+        )
+
+    def _place(
+        self,
+        request: Request,
+        blocks: RequestBlocks,
+        step: Step,
+        delay_cache_blocks: bool = False,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """What every step of a request does: release, allocate, cache, as far as each is due.
-
-        For a running request the gate calls it.
-        """
+        """What every step of a request does as far as it is due: release, allocate, cache."""
         coordinator = self.coordinator
-        num_kept = num_encoder_tokens = 0
-        delay_cache_blocks = False
-        skip_zeroing_group_ids: tuple[int, ...] = ()
-        if occasion is None:
-            blocks = coordinator.requests[request.request_id]
-            num_computed = request.num_computed_tokens
-        else:
-            (
-                blocks,
-                num_computed,
-                num_kept,
-                num_encoder_tokens,
-                delay_cache_blocks,
-                skip_zeroing_group_ids,
-            ) = occasion
         # First, since it makes room. A load reads nothing yet.
-        if num_new_tokens:
-            self._release(request, blocks, num_computed)
-
-        num_final = num_computed + num_new_tokens
-        num_tokens = num_final + num_lookahead_tokens
-        if num_tokens > self.max_model_len:
-            num_tokens = self.max_model_len
+        if step.step_end > step.computed_end:
+            coordinator.release_processed(request, blocks, step.computed_end)
         new_blocks = self.empty_kv_cache_blocks
-        if num_tokens >= blocks.next_slots or num_encoder_tokens:
-            num_states = coordinator.num_states(num_computed, num_final, request)
-            allocated = coordinator.allocate(
-                request.request_id, blocks, num_tokens, num_kept, num_states, num_encoder_tokens
-            )
+        if step.slots_end >= blocks.next_slots or step.num_encoder_tokens:
+            allocated = coordinator.allocate(request.request_id, blocks, step)
             if allocated is None:
                 return None
             if coordinator.records_new_blocks:
@@ -381,24 +353,14 @@ class KVCacheManager(KVCacheQueries):
             if self._residency is not None:
                 self._residency.allocated(allocated)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
-        elif num_kept and num_kept > self.block_pool.get_num_free_blocks():
+        elif step.num_kept_free and step.num_kept_free > self.block_pool.get_num_free_blocks():
             return None
         if delay_cache_blocks:
             return new_blocks
-
-        if num_final >= blocks.next_cached:
-            # Draft tokens are beyond the request's own tokens, and not final.
-            num_final = min(num_final, request.num_tokens)
-            if num_final >= blocks.next_cached:
-                coordinator.cache_blocks(request, blocks, num_final)
-        self._next_event[request.request_id] = blocks.next_event()
+        if step.final_end >= blocks.next_cached:
+            coordinator.cache_blocks(request, blocks, step.final_end)
+        self._gates.sleep_until(request.request_id, blocks.next_event())
         return new_blocks
-
-    def _release(self, request: Request, blocks: RequestBlocks, num_computed: int) -> None:
-        """Release what is out of windows; steps in flight still read what is below their tokens."""
-        num_processed = num_computed - request.num_in_flight_tokens
-        if num_processed >= blocks.next_released:
-            self.coordinator.release_skipped(blocks, num_processed)
 
     def remove_skipped_blocks(
         self,
@@ -408,19 +370,19 @@ class KVCacheManager(KVCacheQueries):
     ) -> None:
         """Release the blocks that no query after ``processed_computed_tokens`` attends to.
 
-        The count must leave out tokens of steps in flight. Base asks before a KV connector gets the
-        blocks of a finished request. Who loads them computes the last token of the prompt again,
-        so the window before that is kept.
+        The count excludes tokens of steps in flight. Base calls it before a KV connector gets the
+        blocks of a finished request. The receiving engine computes the last token of the prompt
+        again, so the window before that token is kept.
         """
         if num_prompt_tokens is not None:
             processed_computed_tokens = min(processed_computed_tokens, num_prompt_tokens - 1)
         blocks = self.coordinator.requests.get(request_id)
-        if blocks is not None and processed_computed_tokens >= blocks.next_released:
+        if blocks is not None:
             self.coordinator.release_skipped(blocks, processed_computed_tokens)
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, so that the tail of its tokens is reused first."""
-        self._next_event.pop(request.request_id, None)
+        self._gates.wake(request.request_id)
         self.coordinator.free(request.request_id)
 
     def pop_blocks_for_free(self, request: Request) -> list[GroupedKVCacheBlock]:
@@ -429,5 +391,103 @@ class KVCacheManager(KVCacheQueries):
         Returns:
             The blocks in the order of allocation; free them in reverse.
         """
-        self._next_event.pop(request.request_id, None)
+        self._gates.wake(request.request_id)
         return self.coordinator.pop_blocks_for_free(request.request_id)
+
+    # Blocks
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """All blocks of a request; empty for an unknown request."""
+        return self.create_kv_cache_blocks(self.coordinator.get_blocks(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Physical ids of a request's blocks, one list per KV cache group."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """`get_block_ids`, cut to the blocks that hold the first ``num_computed_tokens``."""
+        managers = self.coordinator.single_type_managers
+        return tuple(
+            ids[: manager.num_computed_blocks(num_computed_tokens)]
+            for ids, manager in zip(self.get_block_ids(request_id), managers, strict=True)
+        )
+
+    def create_kv_cache_blocks(self, blocks: BlocksByType) -> KVCacheBlocks:
+        """Wrap blocks per attention type for the scheduler."""
+        if not any(map(len, blocks)):
+            return self.empty_kv_cache_blocks
+        return KVCacheBlocks(blocks, self._group_layout)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Always 0 per group, as in base, which has no cascade attention any more."""
+        return [0] * self.num_kv_cache_groups
+
+    def take_new_block_ids(self) -> list[int]:
+        """Physical ids that the worker must zero, allocated since the last call."""
+        return [i for manager in self.coordinator.managers for i in manager.take_new_block_ids()]
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Record a request's blocks from ``start_token`` on for zeroing."""
+        tables = self.coordinator.blocks_of(request_id).tables
+        for manager, table in zip(self.coordinator.managers, tables, strict=True):
+            manager.record_for_zeroing(table, start_token)
+
+    def take_kv_cache_block_copies(
+        self,
+    ) -> tuple[list[KVCacheBlockCopy], list[GroupedKVCacheBlock]]:
+        """Copies on write of partly hit blocks: none, since hits end at block boundaries."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Mamba states for a KV connector: none."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """Mamba states of a finished request for a KV connector: none."""
+        return []
+
+    # Statistics and events
+
+    @property
+    def usage(self) -> float:
+        """Share of the KV cache that requests hold, 0.0 to 1.0."""
+        return self.block_pool.get_usage()
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Statistics since the last call; None if they are off."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Count an admitted request with a hit of ``num_hits`` tokens."""
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens,
+                num_hits=num_hits,
+                preempted=request.num_preemptions > 0,
+            )
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV cache events since the last call; empty when they are off."""
+        return self.block_pool.take_events()
+
+    # The scheduler's step
+
+    def new_step_starts(self) -> None:
+        """The scheduler begins a step."""
+        self.coordinator.new_step_starts()
+        if self.verify_every_step:
+            self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Verify everything that bookkeeping shows.
+
+        Raises:
+            AssertionError: with the first difference.
+        """
+        self.coordinator.check_integrity()
+        self._gates.check_integrity(self.coordinator.requests)

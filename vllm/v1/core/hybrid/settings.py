@@ -14,18 +14,19 @@ class CacheSettings:
     max_model_len: int
     #: Most tokens that can be scheduled and not yet computed, over all steps in flight.
     max_in_flight_tokens: int
-    #: Least common multiple of the block sizes; prefix hits end at its multiples.
+    #: Least common multiple of the block sizes. Prefix hits end at its multiples.
     scheduler_block_size: int
     #: Tokens per block hash; divides every block size.
     hash_block_size: int
     enable_caching: bool
-    #: Where sliding windows and Mamba keep cached blocks: at every hit boundary (None), only at the
-    #: end of prompts and at junctions of shared prefixes (0), or also every so many tokens.
+    #: Where sliding windows and Mamba keep cached blocks. None: at every position where a hit can
+    #: end. 0: at the end of prompts and at junctions of shared prefixes. Otherwise also every so
+    #: many tokens.
     retention_interval: int | None
     #: Whether the worker must zero newly allocated blocks before use.
     needs_zeroing: bool
-    #: Tokens after the computed ones that a drafter reads while it prefills: 1 with EAGLE,
-    #: one for each module with multi-token prediction.
+    #: Tokens after the computed ones that a drafter reads while it prefills: 1 with EAGLE, one per
+    #: module with multi-token prediction.
     num_prefill_lookahead: int = 0
 
     @property
@@ -41,9 +42,9 @@ class CacheSettings:
         """Check the settings against the model's attention types.
 
         Raises:
-            ValueError: naming the setting, its value and what would be accepted.
+            ValueError: that names the setting, what is accepted, and its value.
         """
-        # Without prefix caching nothing is hashed, and no hit has to end anywhere.
+        # Without prefix caching there are no hashes and no hits.
         if self.enable_caching:
             self._validate_block_sizes(attention_types)
             self._validate_prefill_lookahead(attention_types)
@@ -52,20 +53,20 @@ class CacheSettings:
     def _validate_block_sizes(self, attention_types: tuple[AttentionType, ...]) -> None:
         if self.scheduler_block_size % self.hash_block_size != 0:
             raise ValueError(
-                f"scheduler_block_size ({self.scheduler_block_size}) must be a multiple of "
-                f"hash_block_size ({self.hash_block_size})"
+                f"scheduler_block_size must be a multiple of hash_block_size "
+                f"({self.hash_block_size}), got {self.scheduler_block_size}"
             )
         for attention_type in attention_types:
             block_size = attention_type.spec.block_size
             if self.scheduler_block_size % block_size != 0:
                 raise ValueError(
-                    f"scheduler_block_size ({self.scheduler_block_size}) must be a multiple of "
-                    f"the block size of {attention_type}"
+                    f"scheduler_block_size must be a multiple of the block size of "
+                    f"{attention_type}, got {self.scheduler_block_size}"
                 )
             if block_size % self.hash_block_size != 0:
                 raise ValueError(
-                    f"hash_block_size ({self.hash_block_size}) must divide the block size of "
-                    f"{attention_type}"
+                    f"hash_block_size must divide the block size of {attention_type}, "
+                    f"got {self.hash_block_size}"
                 )
 
     def _validate_prefill_lookahead(self, attention_types: tuple[AttentionType, ...]) -> None:
@@ -74,8 +75,9 @@ class CacheSettings:
             attention_type.is_eagle for attention_type in attention_types
         ):
             raise ValueError(
-                f"num_prefill_lookahead is {self.num_prefill_lookahead}; with prefix caching, "
-                f"accepted are values up to scheduler_block_size ({self.scheduler_block_size})"
+                f"num_prefill_lookahead must be at most scheduler_block_size "
+                f"({self.scheduler_block_size}) with prefix caching, "
+                f"got {self.num_prefill_lookahead}"
             )
 
     def _validate_retention(self, attention_types: tuple[AttentionType, ...]) -> None:
@@ -84,11 +86,11 @@ class CacheSettings:
             return
         if interval < 0 or interval % self.scheduler_block_size != 0:
             raise ValueError(
-                f"prefix_cache_retention_interval is {interval}; accepted are 0 and positive "
-                f"multiples of {self.scheduler_block_size}"
+                f"prefix_cache_retention_interval must be 0 or a positive multiple of "
+                f"{self.scheduler_block_size}, got {interval}"
             )
         if not any(isinstance(t.spec, SlidingWindowSpec | MambaSpec) for t in attention_types):
             raise ValueError(
-                f"prefix_cache_retention_interval is {interval}, but this model has no "
-                "sliding-window or Mamba layers for which it matters; accepted is 0"
+                f"prefix_cache_retention_interval must be 0 for a model without sliding-window or "
+                f"Mamba layers, got {interval}"
             )

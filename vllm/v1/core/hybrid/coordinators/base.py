@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm.v1.core.hybrid._core import BlockTable, GroupedKVCacheBlock
-from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType
-from vllm.v1.core.hybrid.managers import (
-    NEVER,
-    MambaManager,
-    SingleTypeKVCacheManager,
-    create_manager,
-)
-from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.core.hybrid.managers import SingleTypeKVCacheManager, manager_class
+from vllm.v1.core.hybrid.step import NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
@@ -30,20 +24,23 @@ class RequestBlocks:
     """
 
     tables: tuple[BlockTable, ...]
-    #: Managers of the types that still have blocks to cache for the request.
+    #: Managers of the types that may still cache blocks for the request.
     caching: Sequence[SingleTypeKVCacheManager]
-    #: The tables that grow with the request's own tokens: all but an encoder's.
-    growing: tuple[BlockTable, ...]
-    #: Slots are missing.
+    #: A target grows: slots are missing.
     next_slots: int = 0
     #: Blocks become cacheable.
     next_cached: int = 0
-    #: Blocks leave a window; counted in processed tokens.
+    #: Blocks leave a window. Counts processed tokens.
     next_released: int = 0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the request has no blocks: it is unknown until its first allocation."""
+        return self.next_slots == 0
+
     def next_event(self) -> int:
-        """The smallest number of tokens, those of the step included, at which there is work."""
-        # A step computes a token at least, so those processed before it are fewer by one.
+        """The smallest number of tokens, including the step's own, at which there is work."""
+        # A step computes at least one token, which is not among the tokens processed before it.
         event = self.next_released + 1
         if self.next_slots < event:
             event = self.next_slots
@@ -56,32 +53,26 @@ class Hit:
 
     blocks: BlocksByType
     num_tokens: int
-    #: How much longer the hit would be if the types that cache sparsely had kept up.
+    #: How much longer the hit would be if the types that cache sparsely had kept their blocks.
     num_uncached_shared: int = 0
 
 
 class KVCacheCoordinator(ABC):
     """Moves one request through the managers of all attention types."""
 
-    # What base's scheduler and connectors ask of a coordinator, for a feature that the
-    # fork leaves to base: hits within a block.
+    #: Read by base's scheduler and connectors. Base's manager serves hits within a block.
     enable_partial_hash_hits: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        attention_types: tuple[AttentionType, ...],
-        block_pool: BlockPool,
-        settings: CacheSettings,
-    ) -> None:
+    def __init__(self, block_pool: BlockPool) -> None:
+        attention_types, settings = block_pool.attention_types, block_pool.settings
         settings.validate(attention_types)
-        self.settings = settings
         self.block_pool = block_pool
-        self.managers = tuple(
-            create_manager(type_id, attention_type, block_pool, settings)
+        self.managers: tuple[SingleTypeKVCacheManager, ...] = tuple(
+            manager_class(attention_type)(type_id, block_pool)
             for type_id, attention_type in enumerate(attention_types)
         )
         of_group = {g: m for m in self.managers for g in m.attention_type.group_ids}
-        #: For base's callers: one entry per KV cache group, in the config's order.
+        #: Read by base's callers: one entry per KV cache group, in the config's order.
         self.single_type_managers: tuple[SingleTypeKVCacheManager, ...] = tuple(
             of_group[group_id] for group_id in range(len(of_group))
         )
@@ -90,20 +81,17 @@ class KVCacheCoordinator(ABC):
         self.hash_block_size = settings.hash_block_size
         self.retention_interval = settings.retention_interval
         self.num_reprefillable_tokens = settings.num_reprefillable_tokens
-        #: The KV cache groups whose hits leave out the last block that matches.
+        #: The KV cache groups whose hits exclude the last block that matches.
         self.eagle_group_ids = frozenset(
             group_id for t in attention_types if t.is_eagle for group_id in t.group_ids
         )
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
-        self._growing = tuple(m for m in self.managers if not m.holds_encoder)
         self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
-        self._slots_unit = math.gcd(*(m.block_size for m in self._growing)) or NEVER
-        self._most_blocks = tuple(m.max_blocks_per_request for m in self.managers)
-        self._caching = self.managers if settings.enable_caching else ()
-        self._none_skipped = (0,) * len(self.managers)
+        # No target changes within so many slots. gcd() ignores the 0 of types that do not grow.
+        self._slots_unit = math.gcd(*(m.slots_per_block for m in self.managers)) or NEVER
+        self._caching: tuple[SingleTypeKVCacheManager, ...] = self.managers
         self._releasing = tuple(m for m in self.managers if m.releases)
-        self._with_states = tuple(m for m in self.managers if isinstance(m, MambaManager))
         #: Whether the model needs new blocks zeroed.
         self.records_new_blocks = any(m.records_new_block_ids for m in self.managers)
 
@@ -112,36 +100,26 @@ class KVCacheCoordinator(ABC):
         """The longest prefix of at most ``max_tokens`` that every type can resume from."""
 
     def is_usable(self, hits: BlocksByType) -> bool:
-        """Whether this step can start from a hit, or only the next one."""
-        return all(m.is_usable(hits[m.type_id]) for m in self._with_states)
-
-    def num_states(self, start: int, end: int, request: Request) -> int:
-        """States that a step leaves behind which computes the tokens from ``start`` to ``end``."""
-        if not self._with_states:
-            return 1
-        return self._num_states(start, end, max(request.num_prompt_tokens, request.num_tokens - 1))
-
-    def _num_states(self, start: int, end: int, prefill_end: int) -> int:
-        # All types with states have the same answer (see coverage.py).
-        return self._with_states[0].num_states(start, end, prefill_end) if self._with_states else 1
+        """Whether this step can start from a hit; if not, the next step can."""
+        return all(m.is_usable(hits[m.type_id]) for m in self.managers)
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
-        for manager in self._with_states:
+        for manager in self.managers:
             manager.new_step_starts()
 
+    def new_blocks(self) -> RequestBlocks:
+        """Empty block tables, for a request that becomes known when it allocates."""
+        return RequestBlocks(self.block_pool.new_tables(), self._caching)
+
     def blocks_of(self, request_id: str) -> RequestBlocks:
-        """A request's blocks; for an unknown one new tables, which nobody else knows."""
-        known = self.requests.get(request_id)
-        if known is not None:
-            return known
-        tables = self.block_pool.new_tables()
-        return RequestBlocks(tables, self._caching, tables)
+        """A request's blocks; empty tables for an unknown request."""
+        return self.requests.get(request_id) or self.new_blocks()
 
     def take_up_caching(self, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Cache of all types again: a longer prompt has boundaries that were not there before.
+        """Resume caching in all types: a longer prompt has new boundaries.
 
-        As in base, blocks of the first ``num_tokens`` that were left out of the cache stay so.
+        As in base, blocks of the first ``num_tokens`` that were not cached stay uncached.
         """
         for manager in self._caching:
             if manager not in blocks.caching:
@@ -150,49 +128,28 @@ class KVCacheCoordinator(ABC):
                 table.num_cached = max(table.num_cached, num_decided)
         blocks.caching, blocks.next_cached = self._caching, 0
 
-    def num_physical_blocks_needed(
-        self,
-        blocks: RequestBlocks,
-        num_tokens: int,
-        hits: BlocksByType,
-        num_skipped: Sequence[int],
-        recycled: bool = False,
-        num_states: int = 1,
-        num_encoder_tokens: int = 0,
-    ) -> int:
-        """Physical blocks to allocate, after adopting ``hits``, for ``num_tokens`` slots.
+    def targets(self, step: Step) -> list[Target]:
+        """Per type, what a request's block table must hold after a step."""
+        return [m.target(step) for m in self.managers]
 
-        With ``recycled``, a type that releases blocks on the way counts no more than it
-        ever holds at once. Slots for ``num_encoder_tokens`` are cross attention's; without
-        it they take nothing.
+    def peak_targets(self, step: Step) -> list[Target]:
+        """Per type, the same, capped at the most blocks held at a time on the way there."""
+        return [m.peak_target(step) for m in self.managers]
+
+    def max_physical_blocks(self, num_tokens: int) -> int:
+        """An upper bound of the physical blocks for so many tokens, in all types together."""
+        return int(num_tokens * self._blocks_per_token) + len(self.single_type_managers)
+
+    def num_skipped_blocks(self, hit_end: int, resume_at: int) -> Sequence[int]:
+        """Per type, the leading blocks that no query from position ``resume_at`` on reads.
+
+        A KV connector loads the tokens between ``hit_end`` and ``resume_at``. As in base, what a
+        drafter may read again is kept among these.
         """
-        most_blocks = self._most_blocks if recycled else None
-        return self.block_pool.num_missing_ids(
-            blocks.tables, num_tokens, hits, num_skipped, most_blocks, num_states
-        )
-
-    def max_physical_blocks(self, *num_tokens: int) -> int:
-        """More physical blocks than the greatest number of tokens takes, in all types together."""
-        return int(max(num_tokens) * self._blocks_per_token) + len(self.single_type_managers)
-
-    def num_skipped_blocks(
-        self, num_computed_tokens: int, num_hit_tokens: int | None = None
-    ) -> Sequence[int]:
-        """Per type, the leading blocks that no query after ``num_computed_tokens`` reads.
-
-        Of the tokens after a hit of ``num_hit_tokens``, which a KV connector loads, what a drafter
-        may read again is kept, as in base.
-        """
-        if not self._releasing:
-            return self._none_skipped
-        if num_hit_tokens is None or num_hit_tokens == num_computed_tokens:
-            return [
-                m.num_skipped_tokens(num_computed_tokens) // m.block_size for m in self.managers
-            ]
         return [
             max(
-                m.num_skipped_tokens(num_hit_tokens),
-                m.num_skipped_tokens(num_computed_tokens - m.num_reread_tokens),
+                m.num_skipped_tokens(hit_end),
+                m.num_skipped_tokens(resume_at - m.num_reread_tokens),
             )
             // m.block_size
             for m in self.managers
@@ -202,7 +159,7 @@ class KVCacheCoordinator(ABC):
         self,
         request_id: str,
         num_tokens: int,
-        new_computed_blocks: BlocksByType,
+        new_computed_blocks: Sequence[Sequence[object]],
         num_encoder_tokens: int,
         total_computed_tokens: int,
         num_local_computed_tokens: int,
@@ -210,50 +167,57 @@ class KVCacheCoordinator(ABC):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Physical blocks that must be free, with the name and arguments of base's callers."""
-        num_skipped = self.num_skipped_blocks(total_computed_tokens)
-        return self.block_pool.count_evictable_ids(
-            new_computed_blocks, num_skipped
-        ) + self.num_physical_blocks_needed(
-            self.blocks_of(request_id),
-            num_tokens,
-            new_computed_blocks,
-            num_skipped,
-            recycled=apply_admission_cap,
-            num_states=self._num_states(total_computed_tokens, num_tokens_main_model, prefill_end),
+        """Physical blocks that must be free, with the name and arguments of base's callers.
+
+        Base's scheduler calls it for requests that wait for a load, without a new hit.
+
+        Raises:
+            ValueError: if ``new_computed_blocks`` are not empty.
+        """
+        if any(map(len, new_computed_blocks)):
+            raise ValueError(f"new_computed_blocks must be empty, got {new_computed_blocks}")
+        step = Step(
+            hit_end=total_computed_tokens,
+            computed_end=total_computed_tokens,
+            step_end=num_tokens_main_model,
+            final_end=num_tokens_main_model,
+            slots_end=num_tokens,
+            prefill_end=prefill_end,
             num_encoder_tokens=num_encoder_tokens,
         )
+        return self.block_pool.num_missing_ids(
+            self.blocks_of(request_id).tables,
+            self.peak_targets(step) if apply_admission_cap else self.targets(step),
+            self.no_blocks,
+            self.num_skipped_blocks(total_computed_tokens, total_computed_tokens),
+        )
 
-    def allocate(
-        self,
-        request_id: str,
-        blocks: RequestBlocks,
-        num_tokens: int,
-        num_kept: int = 0,
-        num_states: int = 1,
-        num_encoder_tokens: int = 0,
-    ) -> BlocksByType | None:
-        """Give a request ``num_tokens`` slots in every type; returns the new blocks.
+    def allocate(self, request_id: str, blocks: RequestBlocks, step: Step) -> BlocksByType | None:
+        """Allocate the blocks that a step needs; returns the new ones, per type.
 
-        None, and no change, if fewer than ``num_kept`` blocks would stay free. From here on
-        the request is known: one that is refused leaves nothing behind. Of new states only the
-        last ``num_states`` take blocks.
+        None, with nothing changed, if fewer than ``step.num_kept_free`` physical blocks would stay
+        free. An allocation makes the request known, so a refused request leaves nothing behind.
         """
-        new_blocks = self.block_pool.allocate(blocks.growing, num_tokens, num_kept, num_states)
+        new_blocks = self.block_pool.allocate(blocks.tables, self.targets(step), step.num_kept_free)
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks
-        # Or sooner, if block sizes do not divide each other; then there is nothing to do yet.
-        blocks.next_slots = -(-num_tokens // self._slots_unit) * self._slots_unit + 1
+        # If block sizes do not divide each other this may be early, and then nothing is due yet.
+        blocks.next_slots = -(-step.slots_end // self._slots_unit) * self._slots_unit + 1
         return new_blocks
 
     def record_new(self, new_blocks: BlocksByType, skip_group_ids: Sequence[int] = ()) -> None:
-        """Have new blocks zeroed, but for those of some KV cache groups."""
+        """Record new blocks for zeroing, except for those of some KV cache groups."""
         for manager, new in zip(self.managers, new_blocks, strict=True):
             manager.record_new(new, skip_group_ids)
 
     def release_skipped(self, blocks: RequestBlocks, num_processed_tokens: int) -> None:
-        """Release what no query after ``num_processed_tokens`` attends to."""
+        """Release what no query after ``num_processed_tokens`` attends to, if anything.
+
+        The count excludes tokens of steps in flight, which still read before their own position.
+        """
+        if num_processed_tokens < blocks.next_released:
+            return
         next_released = NEVER
         for manager in self._releasing:
             table = blocks.tables[manager.type_id]
@@ -262,11 +226,15 @@ class KVCacheCoordinator(ABC):
                 next_released = next_release
         blocks.next_released = next_released
 
+    def release_processed(self, request: Request, blocks: RequestBlocks, computed_end: int) -> None:
+        """Release what the step after ``computed_end`` and the steps in flight do not read."""
+        self.release_skipped(blocks, computed_end - request.num_in_flight_tokens)
+
     def cache_blocks(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
         """Enter the blocks of the first ``num_tokens`` tokens, all final, in the prefix cache.
 
-        Hits end at multiples of the scheduler block size, so blocks after the last one
-        are of no use yet, except for the one that EAGLE needs to see there.
+        Hits end at multiples of the scheduler block size. Blocks after the last multiple cannot
+        serve a hit yet, except for the block that EAGLE needs to find there.
         """
         boundaries = self._resume_boundaries(request)
         caching, next_cached = [], NEVER
@@ -280,14 +248,14 @@ class KVCacheCoordinator(ABC):
         blocks.caching, blocks.next_cached = caching, next_cached
 
     def _resume_boundaries(self, request: Request) -> Sequence[int]:
-        """Where a later request can be expected to resume, in multiples of a hit's alignment."""
-        # One with the same prompt leaves a token to compute, so it resumes at or before the
-        # last token; one with the same prefix where the lookup saw it end.
+        """Positions where a later request is expected to resume, multiples of a hit's alignment."""
+        # A request with the same prompt has one token left to compute, so it resumes at or before
+        # the last token. A request with the same prefix resumes where the lookup saw it end.
         alignment = self.scheduler_block_size
         boundaries = [(request.num_prompt_tokens - 1) // alignment * alignment]
         if self.eagle_group_ids:
-            # The block after the hit must be full: in a prompt that just fills its last block
-            # a longer one finds it, the same one does not.
+            # The block after the hit must be full. If a prompt just fills its last block, a longer
+            # prompt finds that block, and the same prompt does not.
             longer = request.num_prompt_tokens // alignment * alignment
             boundaries = [max(end - alignment, 0) for end in {boundaries[0], longer}]
         if request.shared_prefix_boundary:
@@ -295,7 +263,7 @@ class KVCacheCoordinator(ABC):
         return boundaries
 
     def pop_blocks_for_free(self, request_id: str) -> list[GroupedKVCacheBlock]:
-        """Forget a request; its blocks are the caller's until `BlockPool.free_blocks`."""
+        """Forget a request. The caller owns its blocks until `BlockPool.free_blocks`."""
         known = self.requests.pop(request_id, None)
         return self.block_pool.detach(known.tables) if known is not None else []
 
@@ -328,13 +296,12 @@ class KVCacheCoordinator(ABC):
         )
 
     def _check_sleep(self, request_id: str, blocks: RequestBlocks) -> None:
-        """No request sleeps past the next thing that there is to do for it."""
+        """No request sleeps past its next event."""
         where = f"request {request_id} sleeps until"
-        next_slots = self.block_pool.num_slots(blocks.growing) + 1
-        assert not blocks.growing or blocks.next_slots <= next_slots, (
-            f"{where} {blocks.next_slots} without slots"
-        )
         for manager, table in zip(self.managers, blocks.tables, strict=True):
+            assert blocks.next_slots <= manager.num_slots(table) + 1, (
+                f"{where} {blocks.next_slots} without slots"
+            )
             if manager in blocks.caching:
                 next_full = manager.next_cacheable(table.num_cached)
                 assert blocks.next_cached <= next_full, (

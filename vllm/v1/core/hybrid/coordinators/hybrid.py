@@ -3,30 +3,21 @@
 
 from collections.abc import Sequence
 
-from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators.base import Hit, KVCacheCoordinator
-from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Prefix caching with several attention types, full attention among them or not."""
 
-    def __init__(
-        self,
-        attention_types: tuple[AttentionType, ...],
-        block_pool: BlockPool,
-        settings: CacheSettings,
-    ) -> None:
-        if len(attention_types) < 2:
-            raise ValueError(
-                f"HybridKVCacheCoordinator needs 2 or more attention types, "
-                f"got {len(attention_types)}"
-            )
-        if not settings.enable_caching:
-            raise ValueError("HybridKVCacheCoordinator needs prefix caching to be enabled")
-        super().__init__(attention_types, block_pool, settings)
+    def __init__(self, block_pool: BlockPool) -> None:
+        num_types = len(block_pool.attention_types)
+        if num_types < 2:
+            raise ValueError(f"the number of attention types must be 2 or more, got {num_types}")
+        if not block_pool.settings.enable_caching:
+            raise ValueError("enable_caching must be True, got False")
+        super().__init__(block_pool)
         # Types whose hits can simply be cut come first: one scan bounds all others.
         self._to_cut = [m for m in self.managers if m.downward_closed]
         self._to_verify = [m for m in self.managers if not m.downward_closed]

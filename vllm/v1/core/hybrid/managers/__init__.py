@@ -1,54 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One manager per attention type; one file per kind of attention."""
+"""One manager per attention type; one file per kind of attention (see `spec_table`)."""
+
+from importlib import import_module
 
 from vllm.v1.core.hybrid.attention_type import AttentionType
-from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.managers.base import NEVER, SingleTypeKVCacheManager
-from vllm.v1.core.hybrid.managers.chunked_local import ChunkedLocalAttentionManager
-from vllm.v1.core.hybrid.managers.cross_attention import CrossAttentionManager
-from vllm.v1.core.hybrid.managers.full_attention import FullAttentionManager
-from vllm.v1.core.hybrid.managers.mamba import MambaManager
-from vllm.v1.core.hybrid.managers.sliding_window import SlidingWindowManager
-from vllm.v1.core.hybrid.settings import CacheSettings
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
+from vllm.v1.core.hybrid.spec_table import find_manager
 
-__all__ = [
-    "NEVER",
-    "ChunkedLocalAttentionManager",
-    "CrossAttentionManager",
-    "FullAttentionManager",
-    "MambaManager",
-    "SingleTypeKVCacheManager",
-    "SlidingWindowManager",
-    "create_manager",
-]
+__all__ = ["SingleTypeKVCacheManager", "manager_class"]
 
 
-def create_manager(
-    type_id: int, attention_type: AttentionType, block_pool: BlockPool, settings: CacheSettings
-) -> SingleTypeKVCacheManager:
-    """The manager for an attention type.
+def manager_class(attention_type: AttentionType) -> type[SingleTypeKVCacheManager]:
+    """The manager class for an attention type.
 
     Raises:
-        ValueError: if the fork has no manager for the type's KV cache spec.
+        ValueError: if no manager serves the type's KV cache spec.
     """
-    manager_cls: type[SingleTypeKVCacheManager]
-    if isinstance(attention_type.spec, FullAttentionSpec):
-        manager_cls = FullAttentionManager
-    elif isinstance(attention_type.spec, SlidingWindowSpec):
-        manager_cls = SlidingWindowManager
-    elif isinstance(attention_type.spec, ChunkedLocalAttentionSpec):
-        manager_cls = ChunkedLocalAttentionManager
-    elif isinstance(attention_type.spec, MambaSpec):
-        manager_cls = MambaManager
-    elif isinstance(attention_type.spec, CrossAttentionSpec):
-        manager_cls = CrossAttentionManager
-    else:
-        raise ValueError(f"no manager for {attention_type}")
-    return manager_cls(type_id, attention_type, block_pool, settings)
+    found = find_manager(attention_type.spec)
+    if found is None:
+        raise ValueError(f"the KV cache spec must have a manager, got {attention_type}")
+    module, name = found
+    manager_cls: type[SingleTypeKVCacheManager] = getattr(
+        import_module(f"{__name__}.{module}"), name
+    )
+    return manager_cls

@@ -6,61 +6,53 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from vllm.v1.core.hybrid._core import BlockList, BlockTable
-from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.settings import CacheSettings
+from vllm.v1.core.hybrid.step import NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import Request
-
-#: No count of tokens or blocks reaches it.
-NEVER = 1 << 62
 
 
 class SingleTypeKVCacheManager(ABC):
     """Block tables and prefix lookups of one attention type, for all its groups.
 
-    Counts of blocks are of logical blocks unless a name says otherwise; each
-    takes one physical block per group.
+    Blocks are logical blocks unless a name says otherwise. Each takes one physical block per
+    group.
     """
 
     #: Whether every prefix of a hit is a hit too, so that a hit may simply be cut.
     downward_closed: ClassVar[bool] = False
-    #: Whether blocks leave a request's table before it ends.
+    #: Whether blocks leave a request's table before the request ends.
     releases: ClassVar[bool] = False
-    #: Whether the slots are for the tokens of an encoder, and not for the request's own.
-    holds_encoder: ClassVar[bool] = False
-    #: Tokens before the window that are kept, since a drafter may start again before the
-    #: processed tokens end.
+    #: Whether null blocks may stand between the blocks of a table.
+    has_gaps: ClassVar[bool] = False
+    #: Whether equal tokens mean equal blocks, so that blocks may be cached at all.
+    prefix_cacheable: ClassVar[bool] = True
+    #: Tokens before the window that are kept because a drafter may compute the last processed
+    #: tokens again.
     num_reread_tokens: int = 0
-    #: For base's callers: hits are never kept longer than what was asked for.
+    #: Read by base's callers. Hits are never kept longer than what was requested.
     retains_longer_hit: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        type_id: int,
-        attention_type: AttentionType,
-        block_pool: BlockPool,
-        settings: CacheSettings,
-    ) -> None:
+    def __init__(self, type_id: int, block_pool: BlockPool) -> None:
+        attention_type = block_pool.attention_types[type_id]
+        settings = block_pool.settings
         self.type_id = type_id
         self.attention_type = attention_type
         self.kv_cache_spec = attention_type.spec
         self.block_size: int = attention_type.spec.block_size
+        #: The target grows once every so many slots; 0 if slots do not change it.
+        self.slots_per_block: int = self.block_size
         self.num_groups = attention_type.num_groups
-        #: Blocks after a hit that must be cached too, and are computed anew: what the drafter
-        #: keeps of the hit's last token depends on the token after it.
+        #: Blocks after a hit that must be cached too and are computed again: what the drafter
+        #: keeps for the last token of a hit depends on the token after it.
         self.num_peeked = int(attention_type.is_eagle)
-        #: Computed tokens at the end whose KV is not final yet. As in base, that of the target
-        #: model always is, unless the drafter shares its only group.
+        #: Computed tokens at the end whose KV is not final yet. As in base, the target model's KV
+        #: always is, unless the drafter shares its only group.
         self.num_not_final = 0
         if attention_type.is_eagle or sum(t.num_groups for t in block_pool.attention_types) == 1:
             self.num_not_final = settings.num_reprefillable_tokens
-        #: Hits are multiples of so many blocks, to end where those of all types can.
+        #: Hits are multiples of so many blocks, so that hits of all types can end there.
         self.blocks_per_hit = settings.scheduler_block_size // self.block_size
         self.hit_alignment = settings.scheduler_block_size
         self.block_pool = block_pool
@@ -69,20 +61,26 @@ class SingleTypeKVCacheManager(ABC):
         self.no_blocks = block_pool.new_list(type_id)
         #: Whether every block can serve a hit.
         self.caches_all = True
-        #: Most blocks that one request ever holds at a time.
+        #: The most blocks that one request ever holds at a time.
         self.max_blocks_per_request = NEVER
-        if isinstance(attention_type.spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
-            # The bound that base sizes the pool by: admission has to agree with it.
-            self.max_blocks_per_request = attention_type.spec.max_admission_blocks_per_request(
-                max_in_flight_tokens=settings.max_in_flight_tokens,
-                max_model_len=settings.max_model_len,
-            )
         self.records_new_block_ids = settings.needs_zeroing and isinstance(
             attention_type.spec, AttentionSpec
         )
         self._new_block_ids: list[int] = []
 
     # What differs between attention types.
+
+    def target(self, step: Step) -> Target:
+        """What a request's block table must hold after a step."""
+        return -(-step.slots_end // self.block_size), NEVER
+
+    def num_slots(self, table: BlockTable) -> int:
+        """The end of the slots that a table has; `NEVER` if slots do not change the target."""
+        return len(table) * self.block_size
+
+    def num_computed_blocks(self, num_computed_tokens: int) -> int:
+        """Blocks at the beginning of a table that hold the first ``num_computed_tokens``."""
+        return -(-num_computed_tokens // self.block_size)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that no query after ``num_computed_tokens`` attends to."""
@@ -94,42 +92,54 @@ class SingleTypeKVCacheManager(ABC):
     ) -> tuple[BlockList, int]:
         """The longest cached prefix of at most ``max_tokens`` that can be resumed from.
 
-        ``block_hashes[i]`` is chained over the first ``(i + 1) * hash_block_size`` tokens.
-        Returns the prefix's blocks, with the null block where none is needed, and its
-        length in tokens, a multiple of the scheduler block size. The `num_peeked` blocks after
-        it, which may hold tokens beyond ``max_tokens``, are cached too.
+        ``block_hashes[i]`` is chained over the first ``(i + 1) * hash_block_size`` tokens. Returns
+        the blocks of the prefix, with the null block where none is needed, and its length in
+        tokens, a multiple of the scheduler block size. The `num_peeked` blocks after the prefix,
+        which may hold tokens beyond ``max_tokens``, are cached too.
         """
+
+    def is_usable(self, hit: BlockList) -> bool:
+        """Whether this step can start from a hit; if not, the next step can."""
+        return True
+
+    def new_step_starts(self) -> None:  # noqa: B027 (most types have nothing to do)
+        """The scheduler begins a step."""
 
     def cacheable_blocks(
         self, begin: int, end: int, boundaries: Sequence[int]
     ) -> Sequence[tuple[int, int]]:
-        """Which of the blocks from index ``begin`` to before ``end`` can serve a hit.
+        """The blocks from index ``begin`` to before ``end`` that can serve a hit.
 
-        As ascending pairs of the same kind; the other blocks are not cached. Asked only
-        without `caches_all`. ``boundaries`` are token positions, multiples of the scheduler
-        block size, where a later request can be expected to resume.
+        Returns ascending pairs of the same kind. The other blocks are not cached. Called only
+        without `caches_all`. ``boundaries`` are token positions, multiples of the scheduler block
+        size, where a later request is expected to resume.
         """
         raise NotImplementedError
 
     def caches_beyond(self, end: int, boundaries: Sequence[int]) -> bool:
         """Whether any block from index ``end`` on can serve a hit.
 
-        Asked only without `caches_all`.
+        Called only without `caches_all`.
         """
         raise NotImplementedError
 
     def next_release(self, num_released: int) -> int:
-        """The number of processed tokens at which one block more than ``num_released``, counted
-        from the beginning, has left the window.
+        """The number of processed tokens at which ``num_released + 1`` leading blocks have left
+        the window.
         """
         return NEVER
 
     # What is the same for all.
 
+    def peak_target(self, step: Step) -> Target:
+        """`target`, capped at the most blocks that a request holds on the way there."""
+        num_blocks, num_written = self.target(step)
+        return min(num_blocks, self.max_blocks_per_request), num_written
+
     def release_skipped(self, table: BlockTable, num_processed_tokens: int) -> int:
         """Release the blocks that no query after ``num_processed_tokens`` attends to.
 
-        The count must leave out tokens of steps in flight: those still read below it.
+        The count excludes tokens of steps in flight, which still read before their own position.
         Returns the number of processed tokens at which the next block can be released.
         """
         num_unread = self.num_skipped_tokens(num_processed_tokens - self.num_reread_tokens)
@@ -141,7 +151,7 @@ class SingleTypeKVCacheManager(ABC):
     ) -> bool:
         """Enter the full blocks of the first ``num_tokens``, all final, in the prefix cache.
 
-        Returns whether blocks after them can come to be cached, too.
+        Returns whether blocks after them can be cached later.
         """
         begin, end = table.num_cached, self.num_cacheable_blocks(num_tokens)
         if begin < end:
@@ -155,12 +165,14 @@ class SingleTypeKVCacheManager(ABC):
                 blocks = table.blocks(begin)
                 stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
                 self.report_stored(request, range(begin, end), stored)
-        # As base, the event log reports spans of tokens of which nothing is stored, too.
+        # As in base, the event log also reports spans of tokens without a stored block.
         return self.caches_all or self.event_log is not None or self.caches_beyond(end, boundaries)
 
     def num_cacheable_blocks(self, num_tokens: int) -> int:
-        """Blocks of the first ``num_tokens`` that a hit can need: those before the last
-        position where it can end, and those that it peeks at after that.
+        """Blocks of the first ``num_tokens`` that a hit can need.
+
+        They are the blocks before the last position where a hit can end, and those that a hit
+        peeks at after that position.
         """
         num_full = max(num_tokens - self.num_not_final, 0) // self.block_size
         num_blocks = num_full // self.blocks_per_hit * self.blocks_per_hit
@@ -177,10 +189,10 @@ class SingleTypeKVCacheManager(ABC):
         return (num_blocks // per_hit + 1) * self.hit_alignment + self.num_not_final
 
     def report_stored(self, request: Request, span: range, stored: Sequence[int]) -> None:
-        """Tell the event log, which must be on, that blocks of a request are cached."""
+        """Report blocks of a request as cached to the event log, which must be on."""
         assert self.event_log is not None
         self.block_pool.report_evictions()
-        # Hashes are chained over the whole prefix, so a type with larger blocks picks some.
+        # Hashes are chained over the whole prefix. A type with larger blocks uses every n-th.
         block_hashes = resolve_block_hashes(
             request.block_hashes, self.settings.hash_block_size, self.block_size
         )
@@ -192,17 +204,17 @@ class SingleTypeKVCacheManager(ABC):
         return ids
 
     def record_for_zeroing(self, table: BlockTable, start_token: int) -> None:
-        """Have the blocks from ``start_token`` on, a multiple of the block size, zeroed again."""
+        """Record the blocks from ``start_token`` on, a multiple of the block size, for zeroing."""
         if not self.records_new_block_ids:
             return
         if start_token % self.block_size != 0:
             raise ValueError(
-                f"start_token is {start_token}; accepted are multiples of {self.block_size}"
+                f"start_token must be a multiple of {self.block_size}, got {start_token}"
             )
         self.record_new(table.blocks(min(start_token // self.block_size, len(table))))
 
     def record_new(self, blocks: BlockList, skip_group_ids: Sequence[int] = ()) -> None:
-        """Have newly allocated blocks zeroed, if the model needs that; some groups' left out."""
+        """Record new blocks for zeroing, if the model needs it, except for the skipped groups."""
         if not self.records_new_block_ids:
             return
         for group_id, ids in zip(self.attention_type.group_ids, blocks.block_ids(), strict=True):
@@ -218,7 +230,7 @@ class SingleTypeKVCacheManager(ABC):
             if i < table.num_released:
                 assert block.is_null, f"{where}: block {i} was released: {block}"
             elif block.is_null:
-                is_between = self.attention_type.holds_states and i + 1 < len(blocks)
+                is_between = self.has_gaps and i + 1 < len(blocks)
                 assert is_between, f"{where}: block {i} is missing"
             else:
                 assert block.type_id == self.type_id, f"{where}: block {i} is {block}"

@@ -6,31 +6,28 @@ from typing import ClassVar
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.hybrid._core import BlockList
-from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
-from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
-    """Keeps the blocks of the next query's chunk, and releases a chunk when it is over."""
+    """Keeps the blocks of the next query's chunk, and releases a chunk when it is complete."""
 
     releases: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        type_id: int,
-        attention_type: AttentionType,
-        block_pool: BlockPool,
-        settings: CacheSettings,
-    ) -> None:
-        super().__init__(type_id, attention_type, block_pool, settings)
-        spec = attention_type.spec
+    def __init__(self, type_id: int, block_pool: BlockPool) -> None:
+        super().__init__(type_id, block_pool)
+        spec = self.kv_cache_spec
         assert isinstance(spec, ChunkedLocalAttentionSpec)
-        #: Tokens; chunks begin at its multiples.
+        #: In tokens. Chunks begin at its multiples.
         self.chunk_size = spec.attention_chunk_size
+        # Base sizes the pool by this bound, so admission has to agree with it.
+        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
+            max_in_flight_tokens=self.settings.max_in_flight_tokens,
+            max_model_len=self.settings.max_model_len,
+        )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size
@@ -46,7 +43,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         |  null  ...  null  |  cached  ...  cached  |  boundary
                             | the boundary's chunk ...
 
-        None are needed where a chunk begins at the boundary.
+        If a chunk begins at the boundary, no block is needed.
         """
         num_blocks = max_tokens // self.block_size // self.blocks_per_hit * self.blocks_per_hit
         while True:
@@ -55,7 +52,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
                 self.type_id, block_hashes, num_blocks, self.blocks_per_hit, first
             )
             num_tokens = len(hits) * self.block_size
-            # Cut before a miss, the hit may end in an earlier chunk, and need its blocks.
+            # A hit that was cut before a miss may end in an earlier chunk and need its blocks.
             if self.num_skipped_tokens(num_tokens) // self.block_size >= first:
                 return hits, num_tokens
             num_blocks = len(hits)

@@ -1,25 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross attention: each decoder token attends to all of what an encoder made of the input."""
+"""Cross attention: each decoder token attends to everything that an encoder made of the input."""
 
 from collections.abc import Sequence
 from typing import ClassVar
 
-from vllm.v1.core.hybrid._core import BlockList
+from vllm.v1.core.hybrid._core import BlockList, BlockTable
+from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
+from vllm.v1.core.hybrid.step import NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 
 class CrossAttentionManager(SingleTypeKVCacheManager):
-    """Holds the encoder's KV: written in a request's first step, and read in every step.
+    """Holds the encoder's KV, which a request's first step writes and every step reads.
 
-    So all blocks come at once, and however long the request grows, there are no more. No
-    other request reads them, not even one with the same input: base does not cache them.
+    All blocks are allocated with the first step. The table does not grow with the request. No
+    other request reads the blocks, not even one with the same input: as in base, they are not
+    cached.
     """
 
-    holds_encoder: ClassVar[bool] = True
+    prefix_cacheable: ClassVar[bool] = False
+
+    def __init__(self, type_id: int, block_pool: BlockPool) -> None:
+        super().__init__(type_id, block_pool)
+        self.slots_per_block = 0
+
+    def target(self, step: Step) -> Target:
+        if step.num_encoder_tokens < 0:
+            raise ValueError(
+                f"num_encoder_tokens must be at least 0, got {step.num_encoder_tokens}"
+            )
+        return -(-step.num_encoder_tokens // self.block_size), NEVER
+
+    def num_slots(self, table: BlockTable) -> int:
+        return NEVER
+
+    def num_computed_blocks(self, num_computed_tokens: int) -> int:
+        """All blocks: they are full from the first step on."""
+        return NEVER
 
     def find_longest_hit(
         self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[BlockList, int]:
-        """Nothing: block hashes are of the decoder's tokens."""
+        """Always empty: block hashes describe the decoder's tokens."""
         return self.no_blocks, 0

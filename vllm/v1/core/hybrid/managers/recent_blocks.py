@@ -1,44 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What types share whose next query reads only the last tokens before it."""
+"""Attention types whose next query reads only the last tokens before it."""
 
 from collections.abc import Sequence
 from typing import ClassVar
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.hybrid._core import BlockList
-from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
-from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 
 class RecentBlocksManager(SingleTypeKVCacheManager):
-    """Keeps the blocks of the last tokens before the next query, and releases those before.
+    """Keeps the blocks of the last tokens before the next query, and releases earlier ones.
 
-    ``num_tokens_before`` is how many of them a query reads besides itself.
+    A query reads ``num_tokens_before`` tokens besides its own.
     """
 
     releases: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        type_id: int,
-        attention_type: AttentionType,
-        block_pool: BlockPool,
-        settings: CacheSettings,
-        num_tokens_before: int,
-    ) -> None:
-        super().__init__(type_id, attention_type, block_pool, settings)
+    def __init__(self, type_id: int, block_pool: BlockPool, num_tokens_before: int) -> None:
+        super().__init__(type_id, block_pool)
         self.num_tokens_before = num_tokens_before
-        #: Blocks before a boundary that a request which resumes there reads.
+        #: Blocks before a boundary that a request reads when it resumes there.
         self.num_blocks_before = cdiv(num_tokens_before, self.block_size)
-        #: And those with the ones after the boundary that have to match.
+        #: The same, and the blocks after the boundary that must match.
         self.num_blocks_around = self.num_blocks_before + self.num_peeked
-        interval = settings.retention_interval
-        #: Whether the ``boundaries`` of a request are kept; dense retention has them anyway.
+        interval = self.settings.retention_interval
+        #: Whether the ``boundaries`` of a request are kept. Dense retention has them anyway.
         self.keeps_boundaries = interval is not None
-        #: Besides, a hit can end at each multiple of so many blocks; None: nowhere.
+        #: A hit can also end at each multiple of so many blocks; None: nowhere else.
         self.retention_interval = (
             self.blocks_per_hit if interval is None else interval // self.block_size or None
         )
@@ -58,11 +49,11 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
     def find_longest_hit(
         self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[BlockList, int]:
-        """The last blocks before the boundary must be cached, as many as are read there.
+        """The last blocks before the boundary must be cached, as many as a query reads.
 
         |  null  ...  null  |  cached  ...  cached  |  boundary  |  cached, with EAGLE  |
         """
-        # As in base, a window of one token also asks for one cached block.
+        # As in base, even a window of one token needs one cached block.
         length, per_hit = max(self.num_blocks_around, 1), self.blocks_per_hit
         num_blocks = max_tokens // self.block_size
         if not self.num_peeked:
@@ -72,7 +63,7 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
             return hits, len(hits) * self.block_size
         num_blocks = num_blocks // per_hit * per_hit
         while True:
-            # The run ends one block after the boundary, so the search cannot align it.
+            # The run ends one block after the boundary, so the search cannot align its end.
             run = self.block_pool.find_last_run(
                 self.type_id, block_hashes, num_blocks + 1, length, alignment=1
             )
@@ -83,15 +74,15 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
     def cacheable_blocks(
         self, begin: int, end: int, boundaries: Sequence[int]
     ) -> Sequence[tuple[int, int]]:
-        """The blocks just before the positions that a hit can end at.
+        """The blocks just before the positions where a hit can end.
 
-        Dense retention keeps all such positions; a positive interval its multiples and
-        the ``boundaries``; 0 the ``boundaries`` only.
+        Dense retention keeps all such positions. A positive interval keeps its multiples and the
+        ``boundaries``. 0 keeps the ``boundaries`` only.
         """
         interval = self.retention_interval
         if interval is None and not self.caches_beyond(begin, boundaries):
-            return ()  # as for all output tokens
-        # Runs end where hits can, or after the block that those peek at.
+            return ()  # the case for all output tokens
+        # Runs end where hits can end, or after the block that such a hit peeks at.
         num_blocks, peeked = self.num_blocks_around, self.num_peeked
         ends = [b // self.block_size + peeked for b in boundaries] if self.keeps_boundaries else []
         if interval is not None:
@@ -100,7 +91,7 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         ends.sort()
         runs: list[tuple[int, int]] = []
         for run_end in ends:
-            # Runs before ends that are close to each other overlap; no block is named twice.
+            # Runs before ends that are close to each other overlap. No block is named twice.
             run_begin = run_end - num_blocks
             if run_begin > begin:
                 begin = run_begin

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sliding-window attention: a query attends to itself and the window before it."""
 
-from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.recent_blocks import RecentBlocksManager
-from vllm.v1.core.hybrid.settings import CacheSettings
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 
 class SlidingWindowManager(RecentBlocksManager):
     """Keeps the blocks that the next query's window touches, and releases those before."""
 
-    def __init__(
-        self,
-        type_id: int,
-        attention_type: AttentionType,
-        block_pool: BlockPool,
-        settings: CacheSettings,
-    ) -> None:
-        spec = attention_type.spec
+    def __init__(self, type_id: int, block_pool: BlockPool) -> None:
+        spec = block_pool.attention_types[type_id].spec
         assert isinstance(spec, SlidingWindowSpec)
         # The query at position p reads the keys p - window + 1 .. p.
-        super().__init__(type_id, attention_type, block_pool, settings, spec.sliding_window - 1)
+        super().__init__(type_id, block_pool, num_tokens_before=spec.sliding_window - 1)
         self.num_reread_tokens = spec.extra_retained_tokens
+        # Base sizes the pool by this bound, so admission has to agree with it.
+        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
+            max_in_flight_tokens=self.settings.max_in_flight_tokens,
+            max_model_len=self.settings.max_model_len,
+        )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request gets its slots when it brings a prefix hit or a load, or must fit whole."""
+
+from vllm.v1.core.hybrid.block_pool import BlockPool
+from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator, RequestBlocks
+from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType
+from vllm.v1.core.hybrid.residency import ResidencyMetrics
+from vllm.v1.core.hybrid.step import Step
+from vllm.v1.request import Request
+
+
+class Admission:
+    """Counts what a request needs, and adopts its hit if that much is free.
+
+    Every type adopts before any type allocates. Otherwise the allocation for one type could evict
+    another type's hit.
+    """
+
+    def __init__(
+        self,
+        coordinator: KVCacheCoordinator,
+        block_pool: BlockPool,
+        residency: ResidencyMetrics | None,
+    ) -> None:
+        self.coordinator = coordinator
+        self.block_pool = block_pool
+        self._residency = residency
+
+    def admit(
+        self,
+        request: Request,
+        blocks: RequestBlocks,
+        step: Step,
+        whole: Step | None,
+        hits: BlocksByType,
+    ) -> bool:
+        """Adopt ``hits`` (per type, maybe empty) if ``step`` can be allocated afterwards.
+
+        ``whole`` describes the whole sequence as one step, if it must fit, too. It may keep fewer
+        blocks free than ``step``: what is reserved for others now is free again later.
+
+        Returns:
+            Whether the request is admitted. If not, nothing is adopted.
+        """
+        coordinator, pool = self.coordinator, self.block_pool
+        if not coordinator.is_usable(hits):
+            return False
+        # If all tokens are loaded, the last one is computed again and reads the window before it.
+        resume_at = min(step.computed_end, request.num_tokens - 1)
+        num_skipped = coordinator.num_skipped_blocks(step.hit_end, resume_at)
+        # A hit only saves blocks: where there is room without it, nothing has to be counted.
+        num_free = pool.get_num_free_blocks()
+        max_slots = step.max_slots if whole is None else max(step.max_slots, whole.max_slots)
+        if coordinator.max_physical_blocks(max_slots) > num_free - step.num_kept_free:
+            num_evictable = pool.count_evictable_ids(hits, num_skipped)
+            if whole is not None:
+                num_missing = pool.num_missing_ids(
+                    blocks.tables, coordinator.peak_targets(whole), hits, num_skipped
+                )
+                if num_missing > num_free - num_evictable - whole.num_kept_free:
+                    return False
+            if not blocks.is_new and step.step_end > step.computed_end:
+                # What the request does not read any more makes room.
+                coordinator.release_processed(request, blocks, step.computed_end)
+                num_free = pool.get_num_free_blocks()
+            num_missing = pool.num_missing_ids(
+                blocks.tables, coordinator.targets(step), hits, num_skipped
+            )
+            if num_missing > num_free - num_evictable - step.num_kept_free:
+                return False
+        has_hit = step.hit_end > request.num_computed_tokens
+        # If a prompt's only token was loaded, the request has its blocks and comes back for it.
+        if has_hit or (blocks.is_new and step.computed_end > step.hit_end):
+            pool.adopt(blocks.tables, hits, num_skipped)
+            if self._residency is not None:
+                self._residency.hit(hits, num_skipped)
+        return True

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a request, as everything below the scheduler sees it."""
+
+from typing import NamedTuple
+
+#: No position or count reaches it.
+NEVER = 1 << 62
+
+
+class Step(NamedTuple):
+    """What one step does to one request.
+
+    Positions count tokens from the beginning of the request's sequence::
+
+        |  computed before  |  hit  |  loaded  |  computed in the step  |  lookahead  |
+                                 hit_end  computed_end              step_end      slots_end
+
+    A request without a prefix hit or a load has ``hit_end == computed_end``.
+    """
+
+    hit_end: int
+    #: Includes what a KV connector loads.
+    computed_end: int
+    #: Includes draft tokens.
+    step_end: int
+    #: Tokens before it are final once the step has run: at most ``step_end``, drafts excluded.
+    final_end: int
+    slots_end: int
+    #: The prompt, and for a preempted request its output, ends here.
+    prefill_end: int
+    #: Tokens that an encoder computes in the step, for cross attention.
+    num_encoder_tokens: int = 0
+    #: Physical blocks that must stay free.
+    num_kept_free: int = 0
+
+    @property
+    def max_slots(self) -> int:
+        """The most slots that any attention type needs."""
+        return max(self.slots_end, self.num_encoder_tokens)
+
+
+#: What a block table must hold after a step: its length in blocks, and how many of the new blocks
+#: are written. The last ones are; null blocks stand for the others.
+Target = tuple[int, int]
