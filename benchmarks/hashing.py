@@ -32,7 +32,10 @@ from common import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.hybrid.block_hasher import RequestBlockHasher, create_request_block_hasher
+from vllm.v1.core.hybrid.block_hashing.block_hasher import (
+    RequestBlockHasher,
+    create_request_block_hasher,
+)
 from vllm.v1.request import Request
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")

@@ -6,25 +6,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import vllm.plugins
-from vllm.v1.core.hybrid import plugin
+from vllm.v1.core.hybrid import plamo2, plugin
+from vllm.v1.core.hybrid.activation import Plugin
+from vllm.v1.core.hybrid.block_hashing import plugin as hashing_plugin
+
+#: All of the package's, in the order in which vLLM loads them.
+PLUGINS = (plugin, hashing_plugin, plamo2)
 
 
 @contextmanager
 def plugin_state_restored() -> Iterator[None]:
-    """Begins with the plugin not active; afterwards it is as it was before.
+    """Begins with no plugin active. Afterwards all are as before.
 
     Building ``EngineArgs`` is enough for vLLM to load all plugins, once a process.
     """
-    was_active, were_loaded = plugin.is_active(), vllm.plugins.plugins_loaded
-    plugin.deactivate()
-    plugin._warned = False
+    were_active = [one for one in PLUGINS if one.is_active()]
+    were_loaded = vllm.plugins.plugins_loaded
+    deactivate_all()
+    Plugin._warned.clear()
     try:
         yield
     finally:
-        plugin.deactivate()
+        deactivate_all()
         vllm.plugins.plugins_loaded = were_loaded
-        if was_active:
-            plugin.activate()
+        for one in were_active:
+            one.activate()
+
+
+def activate_all() -> None:
+    """What vLLM does when it loads plugins."""
+    for one in PLUGINS:
+        one.activate()
+
+
+def deactivate_all() -> None:
+    for one in reversed(PLUGINS):
+        one.deactivate()
 
 
 @contextmanager

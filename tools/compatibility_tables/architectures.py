@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from compatibility_tables.sources import Found, Function, ancestry, load, methods, resolve
-from vllm.v1.core.hybrid.models import PLAMO2
+from vllm.v1.core.hybrid.plamo2 import PLAMO2
 
 _REGISTRY = "vllm.model_executor.models.registry"
 _SPEC_METHOD = "get_kv_cache_spec"

@@ -17,7 +17,7 @@ from compatibility_tables.architectures import (
 )
 from compatibility_tables.facts import facts_of_kinds, reason_for_base
 from compatibility_tables.features import FACTORY_TEST, FEATURES, SECTIONS
-from vllm.v1.core.hybrid.models import PLAMO2
+from vllm.v1.core.hybrid.plamo2 import PLAMO2
 
 _ENGINE = "tests/v1/e2e/test_token_equality.py::"
 CONTENT_TEST = "tests/v1/core/hybrid/test_architectures.py::test_content"

@@ -18,9 +18,12 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.hybrid import block_hasher
 from vllm.v1.core.hybrid._core import BlockHasher, sha256_portable
-from vllm.v1.core.hybrid.block_hasher import MAX_NATIVE_BLOCK_SIZE, create_request_block_hasher
+from vllm.v1.core.hybrid.block_hashing import block_hasher
+from vllm.v1.core.hybrid.block_hashing.block_hasher import (
+    MAX_NATIVE_BLOCK_SIZE,
+    create_request_block_hasher,
+)
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 

@@ -14,8 +14,8 @@ from vllm.config import ModelConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.config import _CONFIG_REGISTRY, get_config
 from vllm.transformers_utils.configs.plamo2 import Plamo2Config
-from vllm.v1.core.hybrid import plugin
-from vllm.v1.core.hybrid.models import PLAMO2, PLAMO2_CONFIG
+from vllm.v1.core.hybrid import activation, plamo2
+from vllm.v1.core.hybrid.plamo2 import PLAMO2, PLAMO2_CONFIG
 
 
 def registered() -> list[object]:
@@ -26,35 +26,35 @@ def registered() -> list[object]:
 @pytest.fixture(autouse=True)
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Base has no PLaMo 2, and has none again after each test."""
-    monkeypatch.delenv(plugin.SWITCH, raising=False)
+    monkeypatch.delenv(activation.SWITCH, raising=False)
     with plugin_state_restored():
         assert registered() == [None, None]
         yield
-        plugin.deactivate()
+        plamo2.deactivate()
         assert registered() == [None, None]
 
 
 def test_the_plugin_adds_plamo2_once() -> None:
-    plugin.activate()
+    plamo2.activate()
     once = registered()
     assert None not in once
-    plugin.activate()
+    plamo2.activate()
     assert all(now is then for now, then in zip(registered(), once, strict=True))
 
 
 def test_switched_off_it_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set(ModelRegistry.get_supported_archs()), set(_CONFIG_REGISTRY)
-    monkeypatch.setenv(plugin.SWITCH, "0")
-    plugin.activate()
+    monkeypatch.setenv(activation.SWITCH, "0")
+    plamo2.activate()
     assert (set(ModelRegistry.get_supported_archs()), set(_CONFIG_REGISTRY)) == names
 
 
 def test_an_architecture_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(ModelRegistry.models, PLAMO2, (theirs := object()))
-        plugin.activate()
+        plamo2.activate()
         assert registered() == [theirs, None]
-        plugin.deactivate()
+        plamo2.deactivate()
         assert registered() == [theirs, None]
 
 
@@ -64,19 +64,19 @@ def test_a_configuration_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setitem(_CONFIG_REGISTRY, PLAMO2_CONFIG, Theirs)
-        plugin.activate()
+        plamo2.activate()
         assert registered()[0] is not None
         assert registered()[1] is Theirs
-        plugin.deactivate()
+        plamo2.deactivate()
         assert registered() == [None, Theirs]
 
 
 def test_what_somebody_else_put_over_ours_stays() -> None:
-    plugin.activate()
+    plamo2.activate()
     theirs = copy.copy(ModelRegistry.models[PLAMO2])
     ModelRegistry.models[PLAMO2] = theirs
     try:
-        plugin.deactivate()
+        plamo2.deactivate()
         assert registered()[0] is theirs
     finally:
         del ModelRegistry.models[PLAMO2]
@@ -87,7 +87,7 @@ def test_a_published_configuration_is_read_without_remote_code(
     trust_remote_code: bool, tmp_path: Path
 ) -> None:
     """It names some, which is not there, and must be neither asked for nor missed."""
-    plugin.activate()
+    plamo2.activate()
     config = json.loads((checkpoints.tiny_plamo2() / "config.json").read_text())
     config["auto_map"] = {
         "AutoConfig": "modeling_plamo.Plamo2Config",
@@ -101,7 +101,7 @@ def test_a_published_configuration_is_read_without_remote_code(
 
 def test_base_finds_out_what_the_model_is() -> None:
     """From the file of the model, in a process of its own."""
-    plugin.activate()
+    plamo2.activate()
     model = ModelConfig(str(checkpoints.tiny_plamo2()), dtype="float32")
     assert model.architecture == PLAMO2
     assert model.is_hybrid and model.has_inner_state and model.is_pp_supported

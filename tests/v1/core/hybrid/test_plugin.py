@@ -11,7 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 import vllm
-from support.plugin_state import collected_log, plugin_state_restored
+from support.kv_configs import KVSetup, full, sliding
+from support.plugin_state import (
+    activate_all,
+    collected_log,
+    deactivate_all,
+    plugin_state_restored,
+)
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
@@ -19,8 +25,10 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.hybrid import block_hasher, plugin
-from vllm.v1.core.hybrid.factory import create_kv_cache_manager
+from vllm.v1.core.hybrid import KVCacheManager, activation, plamo2, plugin
+from vllm.v1.core.hybrid.block_hashing import block_hasher
+from vllm.v1.core.hybrid.block_hashing import plugin as hashing_plugin
+from vllm.v1.core.hybrid.factory import EitherKVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 from vllm.v1.core.sched import scheduler
 from vllm.v1.engine import core
@@ -42,12 +50,12 @@ def state():
 @pytest.fixture(autouse=True)
 def base(monkeypatch):
     """The state of base, which must be the same after each test."""
-    monkeypatch.delenv(plugin.SWITCH, raising=False)
+    monkeypatch.delenv(activation.SWITCH, raising=False)
     with plugin_state_restored():
         before = state()
         assert before[0] is BaseKVCacheManager
         yield before
-        plugin.deactivate()
+        deactivate_all()
         assert all(now is then for now, then in zip(state(), before, strict=True))
 
 
@@ -62,39 +70,66 @@ def log():
 
 def test_activation_makes_the_scheduler_use_the_factory(base):
     assert not plugin.is_active()
-    plugin.activate()
+    activate_all()
     assert plugin.is_active()
-    assert scheduler.KVCacheManager is create_kv_cache_manager
+    assert scheduler.KVCacheManager is EitherKVCacheManager
     assert all(now is not then for now, then in zip(state(), base, strict=True))
 
 
 def test_activating_twice_is_activating_once(base):
-    plugin.activate()
+    activate_all()
     once = state()
-    plugin.activate()
+    activate_all()
     assert all(now is then for now, then in zip(state(), once, strict=True))
-    plugin.deactivate()
+    deactivate_all()
     assert not plugin.is_active()
     assert all(now is then for now, then in zip(state(), base, strict=True))
-    plugin.deactivate()
+    deactivate_all()
 
 
 def test_it_can_be_activated_again():
-    plugin.activate()
-    plugin.deactivate()
-    plugin.activate()
-    assert scheduler.KVCacheManager is create_kv_cache_manager
+    activate_all()
+    deactivate_all()
+    activate_all()
+    assert scheduler.KVCacheManager is EitherKVCacheManager
 
 
 class OtherManager(BaseKVCacheManager):
     """Another plugin's."""
 
 
-def test_what_somebody_else_put_over_ours_stays():
+def test_a_plugin_can_subclass_what_the_scheduler_has(log):
+    """The subclass is base's manager with its changes, and the log says so."""
     plugin.activate()
+    setup = KVSetup((full(16), sliding(33, 16, 2)), 50)
+
+    class Theirs(scheduler.KVCacheManager):
+        def get_num_common_prefix_blocks(self, running_request_id):
+            return [7]
+
+    theirs = setup.build(Theirs)
+    assert isinstance(theirs, BaseKVCacheManager)
+    assert theirs.get_num_common_prefix_blocks("r") == [7]
+    (record,) = log
+    assert record.getMessage() == (
+        "Hybrid KV cache: using base vLLM's manager, because "
+        f"{Theirs.__module__}.{Theirs.__qualname__} subclasses it"
+    )
+
+    ours, bases = setup.build(scheduler.KVCacheManager), setup.build(BaseKVCacheManager)
+    assert type(ours) is KVCacheManager
+    for instance in (theirs, ours, bases):
+        assert isinstance(instance, scheduler.KVCacheManager)
+        assert issubclass(type(instance), scheduler.KVCacheManager)
+    assert not isinstance(ours, Theirs) and not isinstance(bases, Theirs)
+    assert not isinstance(object(), scheduler.KVCacheManager)
+
+
+def test_what_somebody_else_put_over_ours_stays():
+    activate_all()
     scheduler.KVCacheManager = OtherManager
     try:
-        plugin.deactivate()
+        deactivate_all()
         assert scheduler.KVCacheManager is OtherManager
     finally:
         scheduler.KVCacheManager = BaseKVCacheManager
@@ -102,19 +137,19 @@ def test_what_somebody_else_put_over_ours_stays():
 
 @pytest.mark.parametrize("value", ["", "2", "off", "true", "yes", "00"])
 def test_the_switch_takes_0_and_1_only(monkeypatch, value):
-    monkeypatch.setenv(plugin.SWITCH, value)
+    monkeypatch.setenv(activation.SWITCH, value)
     with pytest.raises(ValueError) as error:
-        plugin.activate()
+        activate_all()
     assert str(error.value) == (
-        f"VLLM_HYBRID_KV is {value!r}; accepted are 0 (off) and 1 (on, the default)"
+        f"VLLM_HYBRID_KV must be 0 (off) or 1 (on, the default), got {value!r}"
     )
     assert scheduler.KVCacheManager is BaseKVCacheManager
 
 
 @pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), (" 1 ", True)])
 def test_the_switch(monkeypatch, log, value, on):
-    monkeypatch.setenv(plugin.SWITCH, value)
-    plugin.activate()
+    monkeypatch.setenv(activation.SWITCH, value)
+    activate_all()
     assert plugin.is_active() == on
     assert log == []
 
@@ -122,7 +157,7 @@ def test_the_switch(monkeypatch, log, value, on):
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu129"])
 def test_tested_versions(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
-    plugin.activate()
+    activate_all()
     assert plugin.is_active()
 
 
@@ -131,8 +166,8 @@ def test_a_version_that_was_not_tested_changes_nothing_and_warns_once(
     monkeypatch, base, log, version
 ):
     monkeypatch.setattr(vllm, "__version__", version)
-    plugin.activate()
-    plugin.activate()
+    activate_all()
+    activate_all()
     assert not plugin.is_active()
     assert all(now is then for now, then in zip(state()[:-1], base[:-1], strict=True))
     (record,) = log
@@ -146,7 +181,7 @@ def test_a_version_that_was_not_tested_changes_nothing_and_warns_once(
 def test_child_processes_do_not_repeat_the_warning(monkeypatch, log):
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     monkeypatch.setattr(multiprocessing, "parent_process", object)
-    plugin.activate()
+    activate_all()
     assert not plugin.is_active()
     assert log == []
 
@@ -154,17 +189,25 @@ def test_child_processes_do_not_repeat_the_warning(monkeypatch, log):
 def test_without_the_native_core_it_warns_and_changes_nothing(monkeypatch, base, log):
     monkeypatch.setitem(sys.modules, "vllm.v1.core.hybrid._core", None)
     plugin.activate()
-    assert not plugin.is_active()
+    hashing_plugin.activate()
+    assert not plugin.is_active() and not hashing_plugin.is_active()
     assert all(now is then for now, then in zip(state()[:-1], base[:-1], strict=True))
     (record,) = log
     assert "not active, because its native core cannot be loaded" in record.getMessage()
     assert "reinstall vllm-hybrid-kv" in record.getMessage()
 
 
+def test_plamo2_needs_no_native_core(monkeypatch, log):
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.hybrid._core", None)
+    plamo2.activate()
+    assert plamo2.is_active() and "Plamo2ForCausalLM" in ModelRegistry.models
+    assert log == []
+
+
 def test_another_plugins_manager_is_left_alone(monkeypatch, log):
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, "KVCacheManager", OtherManager)
-        plugin.activate()
+        activate_all()
         assert scheduler.KVCacheManager is OtherManager
     assert not plugin.is_active()
     assert "another plugin has replaced the scheduler's KVCacheManager" in log[0].getMessage()
@@ -172,9 +215,9 @@ def test_another_plugins_manager_is_left_alone(monkeypatch, log):
 
 @pytest.mark.parametrize("args_class", [EngineArgs, AsyncEngineArgs])
 def test_a_bad_option_ends_the_start_before_the_model_is_looked_at(args_class):
-    plugin.activate()
+    activate_all()
     args = args_class("/no/such/model", additional_config={"hybrid_kv": {"enabled": "yes"}})
-    with pytest.raises(ValueError, match=r"hybrid_kv\.enabled is 'yes'; accepted are true and"):
+    with pytest.raises(ValueError, match=r"hybrid_kv\.enabled must be true or false, got 'yes'"):
         args.create_engine_config()
 
 
@@ -186,13 +229,13 @@ def test_engine_configurations_are_otherwise_as_before(monkeypatch):
         return made
 
     args = EngineArgs("/no/such/model", additional_config={"hybrid_kv": {"enabled": False}})
-    plugin.deactivate()  # Building arguments has loaded vLLM's plugins.
+    deactivate_all()  # Building arguments has loaded vLLM's plugins.
     with monkeypatch.context() as patch:
         patch.setattr(EngineArgs, "create_engine_config", create_engine_config)
-        plugin.activate()
+        activate_all()
         assert args.create_engine_config("context", headless=True) is made
         assert calls == [(args, "context", True)]
-        plugin.deactivate()
+        deactivate_all()
         assert EngineArgs.create_engine_config is create_engine_config
 
 
@@ -200,11 +243,11 @@ def test_engine_configurations_are_otherwise_as_before(monkeypatch):
 def test_base_does_not_take_the_switch_for_a_mistake(monkeypatch, value):
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv(plugin.SWITCH, value)
+    monkeypatch.setenv(activation.SWITCH, value)
     known = dict(vllm.envs.environment_variables)
     with pytest.raises(ValueError, match="Unknown vLLM environment variable"):
         current_platform.validate_environ(True)
-    plugin.activate()
+    activate_all()
     current_platform.validate_environ(True)
     assert vllm.envs.environment_variables == known
     monkeypatch.setenv("VLLM_HYBRID_KVS", "0")
@@ -214,13 +257,13 @@ def test_base_does_not_take_the_switch_for_a_mistake(monkeypatch, value):
 
 def test_an_engine_core_that_is_imported_later_hashes_natively_too(monkeypatch):
     base_factory = kv_cache_utils.get_request_block_hasher
-    monkeypatch.delitem(sys.modules, plugin.ENGINE_CORE)
-    plugin.activate()
-    assert plugin.ENGINE_CORE not in sys.modules
+    monkeypatch.delitem(sys.modules, activation.ENGINE_CORE)
+    activate_all()
+    assert activation.ENGINE_CORE not in sys.modules
     later = SimpleNamespace(get_request_block_hasher=kv_cache_utils.get_request_block_hasher)
-    monkeypatch.setitem(sys.modules, plugin.ENGINE_CORE, later)
+    monkeypatch.setitem(sys.modules, activation.ENGINE_CORE, later)
     assert later.get_request_block_hasher(16, sha256).__module__ == block_hasher.__name__
-    plugin.deactivate()
+    deactivate_all()
     assert later.get_request_block_hasher is base_factory
 
 
@@ -230,9 +273,9 @@ def test_another_plugins_hasher_in_the_engine_core_is_left_alone(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(core, "get_request_block_hasher", theirs)
-        plugin.activate()
+        activate_all()
         assert core.get_request_block_hasher is theirs
-        plugin.deactivate()
+        deactivate_all()
         assert core.get_request_block_hasher is theirs
 
 
@@ -241,7 +284,7 @@ def test_base_hashes_where_a_native_hasher_cannot_be_made(monkeypatch, log):
         raise RuntimeError("no hasher today")
 
     monkeypatch.setattr(block_hasher, "create_request_block_hasher", fail)
-    plugin.activate()
+    activate_all()
     hasher = core.get_request_block_hasher(16, sha256)
     assert hasher.__module__ == kv_cache_utils.__name__
     (record,) = log
@@ -317,6 +360,26 @@ def test_switched_off_base_is_base(environment):
     }
 
 
+@pytest.mark.parametrize(
+    ("names", "manager", "hashing", "model"),
+    [
+        ("hybrid_kv", True, False, False),
+        ("hybrid_kv_hashing", False, True, False),
+        ("hybrid_kv_plamo2", False, False, True),
+        ("hybrid_kv,hybrid_kv_plamo2", True, False, True),
+    ],
+)
+def test_each_feature_can_be_left_out_on_its_own(names, manager, hashing, model):
+    assert load_plugins(VLLM_PLUGINS=names) == {
+        "base": not manager,
+        "wrapped": [manager, manager, hashing],
+        "active": manager,
+        "PLaMo 2": model,
+        "model imported early": False,
+        "engine core imported early": False,
+    }
+
+
 def test_importing_the_plugin_is_cheap():
     """vLLM imports it in every process, most of which never build a scheduler."""
     code = (
@@ -325,4 +388,8 @@ def test_importing_the_plugin_is_cheap():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     loaded = eval(result.stdout.splitlines()[-1])
-    assert set(loaded) - {"torch"} == {"vllm.v1.core.hybrid", "vllm.v1.core.hybrid.plugin"}
+    assert set(loaded) - {"torch"} == {
+        "vllm.v1.core.hybrid",
+        "vllm.v1.core.hybrid.activation",
+        "vllm.v1.core.hybrid.plugin",
+    }

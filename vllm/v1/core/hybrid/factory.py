@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the KV cache manager that base's scheduler asks for: ours, or base's."""
+"""Builds the KV cache manager for base's scheduler: the hybrid manager, or base's."""
 
 from __future__ import annotations
 
 import inspect
+from abc import ABCMeta
 from contextvars import ContextVar
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -21,30 +22,59 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SIGNATURE = inspect.signature(BaseKVCacheManager)
+_BASE = "Hybrid KV cache: using base vLLM's manager, because %s"
 
 #: The configuration of the engine whose scheduler is being built.
 current_engine: ContextVar[VllmConfig | None] = ContextVar("current_engine", default=None)
 
 
 def create_kv_cache_manager(*args: Any, **kwargs: Any) -> KVCacheManager | BaseKVCacheManager:
-    """Takes the arguments of base's KVCacheManager; logs one line that says what it built.
+    """Takes the arguments of base's KVCacheManager. Logs one line that says what it built.
 
     Raises:
-        ValueError: for a bad option, or where ``on_uncovered`` is ``"error"`` and
-            something is not covered.
+        ValueError: for a bad option, or where ``on_uncovered`` is ``"error"`` and something is not
+            covered.
     """
     vllm_config = current_engine.get()
-    reason = find_reason_for_base(_engine_facts(args, kwargs, vllm_config))
+    facts = _engine_facts(args, kwargs, vllm_config)
+    reason = find_reason_for_base(facts)
     if reason is not None:
-        logger.info("Hybrid KV cache: using base vLLM's manager, because %s", reason)
+        logger.info(_BASE, reason)
         return BaseKVCacheManager(*args, **kwargs)
-    manager = KVCacheManager(*args, **kwargs)
-    manager.serves_connector = (
-        vllm_config is not None and vllm_config.kv_transfer_config is not None
+    options = HybridKVOptions.from_vllm_config(vllm_config)
+    manager = KVCacheManager(
+        *args, **kwargs, verify_every_step=options.check_integrity, is_covered=True
     )
-    manager.verify_every_step = HybridKVOptions.from_vllm_config(vllm_config).check_integrity
     logger.info("Hybrid KV cache: active, %s", describe(manager.attention_types))
     return manager
+
+
+class _Either(ABCMeta):
+    """Makes a class of the two managers: calling it builds one, and both are instances of it."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is EitherKVCacheManager:
+            return create_kv_cache_manager(*args, **kwargs)
+        logger.info(_BASE, f"{cls.__module__}.{cls.__qualname__} subclasses it")
+        return super().__call__(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return issubclass(type(instance), cls)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if cls is EitherKVCacheManager and issubclass(
+            subclass, KVCacheManager | BaseKVCacheManager
+        ):
+            return True
+        return super().__subclasscheck__(subclass)
+
+
+class EitherKVCacheManager(BaseKVCacheManager, metaclass=_Either):
+    """What base's scheduler module has under the name ``KVCacheManager``.
+
+    Other plugins import, subclass and check against that name. A subclass relies on base's
+    internals, so it is base's manager with the subclass's changes.
+    """
 
 
 def _engine_facts(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of a request's blocks, the same as base's, many at a time in native code.
+"""Hashes of a request's blocks, equal to base's, many at a time in native code.
 
-A block's hash is that of a serialized ``(parent, tokens, keys)``. Native code writes parent
-and tokens; what follows them, the extra keys, is the same for all blocks of a request, and
-Python itself writes it. So whatever Python does with keys (pickle refers back to an object that
-comes twice) is in the hash.
+A block's hash is the hash of a serialized ``(parent, tokens, keys)``. Native code writes parent and
+tokens. The extra keys that follow are the same for all blocks of a request, and Python serializes
+them. So the hash includes whatever Python does with keys, for instance pickle's back references to
+an object that occurs twice.
 """
 
 import pickle
@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 RequestBlockHasher = Callable[[Request], list[BlockHash]]
 HashFunction = Callable[[Any], bytes]
 
-#: Above it pickle writes in another form.
+#: Pickle uses another format for longer tuples.
 MAX_NATIVE_BLOCK_SIZE = 8192
 
 
@@ -55,13 +55,13 @@ _ALGORITHMS: dict[HashFunction, _Algorithm] = {
 def create_request_block_hasher(
     hash_block_size: int, caching_hash_fn: HashFunction, base_hasher: RequestBlockHasher
 ) -> RequestBlockHasher:
-    """A replacement of base's hasher with the same digests.
+    """A hasher with the digests of base's hasher.
 
     Args:
         hash_block_size: Tokens per hash.
         caching_hash_fn: The function that base would call for each block.
-        base_hasher: Base's hasher for the same two. It hashes what native code cannot:
-            blocks with images or prompt embeddings, and tokens that are no 32-bit ints.
+        base_hasher: Base's hasher for the same two. It hashes what native code does not: blocks
+            with images or prompt embeddings, and tokens that do not fit in 32 bits.
     """
     algorithm = _ALGORITHMS.get(caching_hash_fn)
     if algorithm is None or hash_block_size > MAX_NATIVE_BLOCK_SIZE:
@@ -69,7 +69,7 @@ def create_request_block_hasher(
     hash_blocks = BlockHasher(algorithm.name, hash_block_size).hash_blocks
     write_rest = algorithm.write_rest
     no_keys = write_rest(None)
-    # Pickles are Python's own affair: another interpreter may write them in another way.
+    # The pickle format is up to the interpreter: another one may write it differently.
     for keys in (None, (("lora", "name", "name"),)):
         sample = (bytes(range(32)), tuple(range(-1, hash_block_size - 1)), keys)
         if hash_blocks(sample[0], list(sample[1]), 0, write_rest(keys)) != [
@@ -80,14 +80,14 @@ def create_request_block_hasher(
     has_failed = False
 
     def hash_natively(request: Request, start: int) -> list[BlockHash]:
-        # The list itself: the request's view of it can only be copied.
+        # The list itself: the request's public view of it would be copied.
         tokens = request._all_token_ids
         known = request.block_hashes
-        # Base sets the hash before the first one when an engine starts.
+        # Base sets the hash before the first block when an engine starts.
         parent = known[-1] if known else kv_cache_utils.NONE_HASH
         first: list[BlockHash] = []
         if start == 0 and request.cache_salt:
-            # The salt is a key of the first block only; the others have it through the chain.
+            # The salt is a key of the first block only. It reaches the others through the chain.
             keys, _ = generate_block_hash_extra_keys(request, 0, hash_block_size, 0)
             first = hash_blocks(parent, tokens[:hash_block_size], 0, write_rest(keys))
             parent = first[0]
@@ -122,7 +122,7 @@ def create_request_block_hasher(
 
 
 def _is_for_base(request: Request, start: int) -> bool:
-    """Whether blocks from token ``start`` on have keys of their own, each block others."""
+    """Whether blocks from token ``start`` on have extra keys that differ from block to block."""
     if request.prompt_embeds is not None:
         return True
     if not request.mm_features:

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block hashes in native code. Works with base's manager just as well."""
