@@ -12,8 +12,8 @@ def test_bad_option_is_an_error_before_the_model_is_loaded() -> None:
         log = server.log
     assert status > 0
     assert (
-        "ValueError: --additional-config: hybrid_kv.chekc_integrity is not an option; "
-        "accepted are enabled, on_uncovered, check_integrity"
+        "ValueError: --additional-config: options of hybrid_kv must be among enabled, "
+        "on_uncovered, check_integrity, got 'chekc_integrity'"
     ) in log
     assert "load model" not in log
     assert "Initializing a V1 LLM engine" not in log

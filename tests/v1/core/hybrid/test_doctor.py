@@ -203,11 +203,11 @@ def test_what_else_is_sent_to_base(results, case, reason):
             "the hybrid KV cache does not cover prefix hits inside of a Mamba block (prefix match "
             "unit 64) yet",
         ),
-        ("bad option", "hybrid_kv.enabled is 3; accepted are true and false"),
+        ("bad option", "hybrid_kv.enabled must be true or false, got 3"),
         ("bad value", "max_model_len (1000000)"),
         ("flags only", "MODEL is missing"),
-        ("no such path", "nowhere'; accepted are a local folder with a config.json, and such a"),
-        ("no config", "empty'; accepted are a local folder with a config.json, and such a file"),
+        ("no such path", "MODEL must be a local folder with a config.json or*, got '*nowhere'"),
+        ("no config", "MODEL must be a local folder with a config.json or such a file*empty'"),
         ("unknown architecture", "model type `no`"),
     ],
 )
@@ -216,7 +216,7 @@ def test_what_vllm_would_not_start_with_is_one_line(results, case, message):
     assert status == 2
     (line,) = err.splitlines()
     assert line.startswith("vllm-hybrid-kv doctor: ")
-    assert message in line
+    assert all(part in line for part in message.split("*"))
 
 
 def test_a_flag_that_vllm_does_not_take(results):
@@ -260,7 +260,7 @@ def test_switched_off_for_a_model_that_it_could_serve(tmp_path):
     ("variable", "value", "ok", "found"),
     [
         ("VLLM_HYBRID_KV", "1", True, "1 (on)"),
-        ("VLLM_HYBRID_KV", "maybe", False, "VLLM_HYBRID_KV is 'maybe'; accepted are 0 (off) and"),
+        ("VLLM_HYBRID_KV", "maybe", False, "must be 0 (off) or 1 (on, the default), got 'maybe'"),
         ("VLLM_PLUGINS", "a,hybrid_kv", True, "'a,hybrid_kv' has hybrid_kv"),
         ("VLLM_PLUGINS", "a,b", False, "'a,b' lacks hybrid_kv"),
         ("VLLM_PLUGINS", "", False, "'' lacks hybrid_kv"),

@@ -34,16 +34,16 @@ def test_options_are_read_from_the_engine_configuration():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"enabled": "no"}, "hybrid_kv.enabled is 'no'; accepted are true and false"),
-        ({"enabled": 1}, "hybrid_kv.enabled is 1; accepted are true and false"),
-        ({"check_integrity": None}, "hybrid_kv.check_integrity is None; accepted are true and"),
-        ({"on_uncovered": "abort"}, "'abort'; accepted are 'fallback' and 'error'"),
-        ({"on_uncovered": ["error"]}, "['error']; accepted are 'fallback' and 'error'"),
-        ({"on_uncoverd": "error"}, "hybrid_kv.on_uncoverd is not an option; accepted are enabled,"),
-        ({1: True}, "hybrid_kv.1 is not an option; accepted are enabled, on_uncovered, check_"),
-        (None, "hybrid_kv is None; accepted is an object with any of enabled, on_uncovered"),
-        (True, "hybrid_kv is True; accepted is an object"),
-        ([], "hybrid_kv is []; accepted is an object"),
+        ({"enabled": "no"}, "hybrid_kv.enabled must be true or false, got 'no'"),
+        ({"enabled": 1}, "hybrid_kv.enabled must be true or false, got 1"),
+        ({"check_integrity": None}, "check_integrity must be true or false, got None"),
+        ({"on_uncovered": "abort"}, "must be 'fallback' or 'error', got 'abort'"),
+        ({"on_uncovered": ["error"]}, "must be 'fallback' or 'error', got ['error']"),
+        ({"on_uncoverd": "error"}, "_uncovered, check_integrity, got 'on_uncoverd'"),
+        ({1: True}, "options of hybrid_kv must be among enabled, on_unc"),
+        (None, "hybrid_kv must be an object with any of enabled, on_un"),
+        (True, "check_integrity, got True"),
+        ([], "check_integrity, got []"),
     ],
 )
 def test_anything_else_is_an_error_in_one_line(values, message):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which manager an engine gets, and how to say it; for the factory and the doctor alike.
+"""Which manager an engine gets, and the words for it, for both the factory and the doctor.
 
-Needs no native core, so that the doctor can tell of an installation without one.
+Imports no native core, so that the doctor works in an installation without one.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from vllm.v1.core.hybrid.options import HybridKVOptions
 
 
 def find_reason_for_base(facts: EngineFacts) -> str | None:
-    """Why base's manager must serve an engine, or None if the fork's does.
+    """Why base's manager must serve an engine, or None if the hybrid manager serves it.
 
     The reason reads well after "because".
 
@@ -35,7 +35,7 @@ def find_reason_for_base(facts: EngineFacts) -> str | None:
 
 
 def describe(attention_types: Sequence[AttentionType]) -> str:
-    """How the fork arranges the KV cache of a model with these types, in a line."""
+    """How the hybrid manager arranges the KV cache of a model with these types, in one line."""
     if not attention_types:
         return "no KV cache groups"
     managers = _count(len(attention_types), "manager")

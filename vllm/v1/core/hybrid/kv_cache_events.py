@@ -23,14 +23,15 @@ from vllm.v1.request import Request
 
 
 def wants_hits_reported(request: Request) -> bool:
-    """Whether a request has its prefix hits published as if they were stored anew."""
+    """Whether a request's prefix hits are published as if they were stored again."""
     # Pooling requests do not have the attribute.
     return getattr(request, "kv_cache_report_mode", "incremental") == "full"
 
 
 class KVCacheEventLog:
-    """Collects the events of a pool: one event per KV cache group, as base publishes
-    them, although the groups of a type change together.
+    """Collects the events of a pool.
+
+    As in base there is one event per KV cache group, although the groups of a type change together.
     """
 
     def __init__(self, attention_types: Sequence[AttentionType]) -> None:
@@ -64,9 +65,8 @@ class KVCacheEventLog:
     ) -> None:
         """Blocks ``stored`` (indices within ``span``) of a request are in the prefix cache.
 
-        ``block_hashes[i]`` is the hash at the end of the type's ``i``-th block. As in
-        base, the event's tokens are those of the whole span, also of blocks in
-        it that were left out.
+        ``block_hashes[i]`` is the hash at the end of the type's ``i``-th block. As in base, the
+        event's tokens are those of the whole span, including blocks that are not stored.
         """
         attention_type = self.attention_types[type_id]
         block_size = attention_type.spec.block_size

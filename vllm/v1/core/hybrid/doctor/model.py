@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How vLLM would group a model's layers, found out without its weights.
 
-The model is built as an engine would build it, but on PyTorch's meta device, where tensors
-have a shape and no memory. Its attention layers then name their KV cache specs, and
-base's own functions group them.
+The model is built as an engine would build it, but on PyTorch's meta device, where tensors have a
+shape and no memory. Its attention layers then return their KV cache specs, and base's own functions
+group them.
 """
 
 import re
@@ -76,7 +76,7 @@ class ModelReport:
     managers: tuple[Manager, ...]
     #: What sends the model to base's managers; None if nothing does.
     reason_for_base: str | None
-    #: How the fork arranges the KV cache, if it does.
+    #: How the hybrid manager arranges the KV cache, if it serves the model.
     arrangement: str
 
 
@@ -98,8 +98,7 @@ def local_model(model: str | None) -> Iterator[str]:
             yield folder
     else:
         raise ValueError(
-            f"MODEL is {model!r}; accepted are a local folder with a {CONFIG_FILES[0]}, "
-            "and such a file"
+            f"MODEL must be a local folder with a {CONFIG_FILES[0]} or such a file, got {model!r}"
         )
 
 
@@ -139,7 +138,7 @@ def examine_model(engine_args: EngineArgs) -> ModelReport:
 
 @contextmanager
 def _single_rank(vllm_config: VllmConfig) -> Iterator[None]:
-    """The process groups of one rank, which layers ask for when they are built."""
+    """The process groups of one rank, which layers need when they are built."""
     parallel = vllm_config.parallel_config
     parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
     parallel.data_parallel_size = parallel.world_size = 1
@@ -188,7 +187,7 @@ def _managers(
     attention_types: Sequence[AttentionType],
     one_a_group: bool,
 ) -> tuple[Manager, ...]:
-    """The fork's managers, one a type; or base's, one a group."""
+    """Our managers, one per type; or base's, one per group."""
     groups = kv_cache_config.kv_cache_groups
     if one_a_group:
         attention_types = [AttentionType(g.kv_cache_spec, (i,)) for i, g in enumerate(groups)]
@@ -204,7 +203,7 @@ def _managers(
 
 
 def _manager_name(group: KVCacheGroupSpec) -> str:
-    """The name of base's manager class; the fork's are called the same."""
+    """The name of base's manager class; ours have the same names."""
     manager_class = KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role)
     return "none" if manager_class is None else manager_class.__name__
 

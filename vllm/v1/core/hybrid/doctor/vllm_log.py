@@ -14,9 +14,9 @@ _LEVEL = "VLLM_LOGGING_LEVEL"
 
 @contextmanager
 def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
-    """Collect the errors that vLLM logs, instead of showing its log.
+    """Collect the errors that vLLM logs instead of showing its log.
 
-    Leaves the log alone if the user has asked for a level.
+    Does nothing if the user has set a log level.
     """
     errors: list[logging.LogRecord] = []
     if _LEVEL in os.environ:
@@ -54,7 +54,7 @@ class _Collector(logging.Handler):
 
 
 def in_one_line(error: Exception, logged: Sequence[logging.LogRecord]) -> str:
-    """What went wrong, with the cause that vLLM has only logged, if there is one."""
+    """An error message, with its cause if vLLM has only logged that."""
     message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     message = " ".join(message.removeprefix("Value error, ").split()) or type(error).__name__
     causes = [record.exc_info[1] for record in logged if record.exc_info]
