@@ -13,9 +13,9 @@ from support.plugin_state import plugin_state_restored
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.hybrid import KVCacheManager
+from vllm.v1.core.hybrid.attention_type import describe
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
-from vllm.v1.core.hybrid.decision import describe
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What follows the command is for the command: its flags are those of vLLM.
     parser.parse_args(arguments[:1])
 
-    from vllm.v1.core.hybrid.doctor import run
+    from vllm.v1.core.hybrid.doctor.command import run
 
     return run(arguments[1:])
 

@@ -62,7 +62,8 @@ class Patches:
     """Replacements in base that can be undone."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        #: What undoes each change.
+        self.undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Put ``ours`` under ``name`` in a module or class of base.
@@ -79,22 +80,12 @@ class Patches:
                     setattr(holder, name, new)
 
         exchange(base, ours)
-        self._undo.append(lambda: exchange(ours, base))
-
-    def add(self, registry: Any, name: str, ours: Any) -> None:
-        """Add an entry to a registry of base, a mapping."""
-        registry[name] = ours
-
-        def remove() -> None:
-            if registry.get(name) is ours:
-                del registry[name]
-
-        self._undo.append(remove)
+        self.undo.append(lambda: exchange(ours, base))
 
     def restore(self) -> None:
         """Undo everything, the latest first, except what somebody else has replaced since."""
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
 
 
 class Plugin:

@@ -1,15 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention types: the KV cache groups that one manager serves together."""
+"""Attention types: the KV cache groups that one manager serves together, and which manager.
 
+Imports no native core, so that `vllm-hybrid-kv doctor` works in an installation without one.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
+
+#: The one table from KV cache spec (subclasses included) to our manager: its module in `managers`,
+#: and its class. Our class has the name of base's class, and `coverage` requires that base serves
+#: the spec with that class.
+MANAGERS: dict[type[KVCacheSpec], tuple[str, str]] = {
+    FullAttentionSpec: ("full_attention", "FullAttentionManager"),
+    SlidingWindowSpec: ("sliding_window", "SlidingWindowManager"),
+    ChunkedLocalAttentionSpec: ("chunked_local", "ChunkedLocalAttentionManager"),
+    MambaSpec: ("mamba", "MambaManager"),
+    CrossAttentionSpec: ("cross_attention", "CrossAttentionManager"),
+}
+
+
+def find_manager(spec: KVCacheSpec) -> tuple[str, str] | None:
+    """Module and class of the manager for a spec; None if there is none."""
+    return next((manager for cls, manager in MANAGERS.items() if isinstance(spec, cls)), None)
 
 
 @dataclass(frozen=True)
@@ -33,20 +57,16 @@ class AttentionType:
         return len(self.group_ids)
 
     @property
-    def kind(self) -> str:
-        """Base's name of the spec's kind, e.g. ``"sliding_window"``."""
-        return get_kv_cache_spec_kind(self.spec).value
-
-    @property
     def name(self) -> str:
-        """The kind, and how many tokens a query sees: ``"sliding_window 512"``."""
+        """The spec's kind, and how many tokens a query sees: ``"sliding_window 512"``."""
+        kind = get_kv_cache_spec_kind(self.spec).value
         reach = get_kv_cache_spec_sliding_window(self.spec)
         if isinstance(self.spec, ChunkedLocalAttentionSpec):
             reach = self.spec.attention_chunk_size
-        return f"{self.kind} {reach}" if reach else self.kind
+        return f"{kind} {reach}" if reach else kind
 
     def __str__(self) -> str:
-        groups = "1 group" if self.num_groups == 1 else f"{self.num_groups} groups"
+        groups = _count(self.num_groups, "group")
         return f"{self.name} ({groups}, block size {self.spec.block_size})"
 
 
@@ -78,3 +98,16 @@ def get_attention_types(
         AttentionType(spec, tuple(ids), is_eagle=not eagle.isdisjoint(ids))
         for spec, ids in zip(specs, group_ids, strict=True)
     )
+
+
+def describe(attention_types: Sequence[AttentionType]) -> str:
+    """How the hybrid manager arranges the KV cache of a model with these types, in one line."""
+    if not attention_types:
+        return "no KV cache groups"
+    managers = _count(len(attention_types), "manager")
+    groups = _count(sum(t.num_groups for t in attention_types), "KV cache group")
+    return f"{managers} for {groups}: {'; '.join(map(str, attention_types))}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

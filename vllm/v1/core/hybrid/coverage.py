@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one list of what the hybrid manager does not cover, so that base's manager serves it."""
+"""The one list of what the hybrid manager does not cover, so that base's manager serves it.
+
+Imports no native core, so that the doctor works in an installation without one.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core import single_type_kv_cache_manager as base_managers
-from vllm.v1.core.hybrid.attention_type import get_eagle_group_ids
-from vllm.v1.core.hybrid.spec_table import find_manager
+from vllm.v1.core.hybrid.attention_type import find_manager, get_eagle_group_ids
+from vllm.v1.core.hybrid.options import HybridKVOptions
 from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -18,7 +21,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupRole,
     KVCacheGroupSpec,
-    KVCacheSpec,
     KVCacheSpecKind,
     MambaSpec,
     get_kv_cache_spec_kind,
@@ -84,6 +86,12 @@ class EngineFacts:
     dcp_world_size: int = 1
     pcp_world_size: int = 1
     vllm_config: VllmConfig | None = None
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any], **others: Any) -> EngineFacts:
+        """The facts among the arguments of base's KVCacheManager."""
+        names = {field.name for field in fields(cls)} & arguments.keys()
+        return cls(**{name: arguments[name] for name in names}, **others)
 
 
 def _speculative_decoding(facts: EngineFacts) -> str | None:
@@ -152,22 +160,13 @@ def _context_parallelism(facts: EngineFacts) -> str | None:
 def _kv_cache_groups(facts: EngineFacts) -> str | None:
     eagle_group_ids = get_eagle_group_ids(facts.kv_cache_config, facts.use_eagle)
     for group_id, group in enumerate(facts.kv_cache_config.kv_cache_groups):
-        reason = _kv_cache_group(group)
-        if reason is None and group_id in eagle_group_ids:
-            reason = _eagle_group(group.kv_cache_spec)
+        reason = _kv_cache_group(group, group_id in eagle_group_ids)
         if reason is not None:
             return f"{reason} (KV cache group {group_id})"
     return None
 
 
-def _eagle_group(spec: KVCacheSpec) -> str | None:
-    # Base's manager raises in its first lookup.
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return "speculative decoding from hidden states with chunked local attention"
-    return None
-
-
-def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
+def _kv_cache_group(group: KVCacheGroupSpec, is_eagle: bool) -> str | None:
     spec = group.kv_cache_spec
     if group.host_resident:
         return "a KV cache on the host"
@@ -179,7 +178,8 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
     base_manager = KVCacheSpecRegistry.get_manager_class(spec, group.role)
     ours = find_manager(spec)
     if ours is None or base_manager is not getattr(base_managers, ours[1]):
-        return _name_of(spec)
+        kind = get_kv_cache_spec_kind(spec)
+        return _NAMED_KINDS.get(kind, f"KV cache spec {type(spec).__name__}")
     if not spec.prefix_cacheable:
         return f"{type(spec).__name__} that opts out of prefix caching"
     if isinstance(spec, MambaSpec):
@@ -187,12 +187,10 @@ def _kv_cache_group(group: KVCacheGroupSpec) -> str | None:
             return f"the Mamba cache mode {spec.mamba_cache_mode}"
         if spec.num_speculative_blocks > 0:
             return "Mamba with speculative decoding"
+    # Base's manager raises in its first lookup.
+    if is_eagle and isinstance(spec, ChunkedLocalAttentionSpec):
+        return "speculative decoding from hidden states with chunked local attention"
     return None
-
-
-def _name_of(spec: KVCacheSpec) -> str:
-    kind = get_kv_cache_spec_kind(spec)
-    return _NAMED_KINDS.get(kind, f"KV cache spec {type(spec).__name__}")
 
 
 def _partial_block_events(facts: EngineFacts) -> str | None:
@@ -253,3 +251,26 @@ def find_uncovered_feature(facts: EngineFacts) -> str | None:
     The answer reads well in "... is not covered".
     """
     return next((reason for check in CHECKS if (reason := check(facts)) is not None), None)
+
+
+def find_reason_for_base(facts: EngineFacts) -> str | None:
+    """Why base's manager must serve an engine, or None if the hybrid manager serves it.
+
+    The reason reads well after "because". The factory and the doctor decide by it.
+
+    Raises:
+        ValueError: for a bad option, or where ``on_uncovered`` is ``"error"`` and something is not
+            covered.
+    """
+    options = HybridKVOptions.from_vllm_config(facts.vllm_config)
+    if not options.enabled:
+        return "hybrid_kv.enabled is false in --additional-config"
+    feature = find_uncovered_feature(facts)
+    if feature is None:
+        return None
+    if options.on_uncovered == "error":
+        raise ValueError(
+            "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid KV cache "
+            f"does not cover {feature} yet; with 'fallback', base vLLM's manager serves it"
+        )
+    return f"{feature} is not covered yet"

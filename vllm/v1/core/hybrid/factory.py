@@ -6,12 +6,11 @@ from __future__ import annotations
 import inspect
 from abc import ABCMeta
 from contextvars import ContextVar
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.hybrid.coverage import EngineFacts
-from vllm.v1.core.hybrid.decision import describe, find_reason_for_base
+from vllm.v1.core.hybrid.attention_type import describe
+from vllm.v1.core.hybrid.coverage import EngineFacts, find_reason_for_base
 from vllm.v1.core.hybrid.kv_cache_manager import KVCacheManager
 from vllm.v1.core.hybrid.options import HybridKVOptions
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
@@ -36,7 +35,9 @@ def create_kv_cache_manager(*args: Any, **kwargs: Any) -> KVCacheManager | BaseK
             covered.
     """
     vllm_config = current_engine.get()
-    facts = _engine_facts(args, kwargs, vllm_config)
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    facts = EngineFacts.from_arguments(bound.arguments, vllm_config=vllm_config)
     reason = find_reason_for_base(facts)
     if reason is not None:
         logger.info(_BASE, reason)
@@ -58,9 +59,6 @@ class _Either(ABCMeta):
         logger.info(_BASE, f"{cls.__module__}.{cls.__qualname__} subclasses it")
         return super().__call__(*args, **kwargs)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return issubclass(type(instance), cls)
-
     def __subclasscheck__(cls, subclass: type) -> bool:
         if cls is EitherKVCacheManager and issubclass(
             subclass, KVCacheManager | BaseKVCacheManager
@@ -75,12 +73,3 @@ class EitherKVCacheManager(BaseKVCacheManager, metaclass=_Either):
     Other plugins import, subclass and check against that name. A subclass relies on base's
     internals, so it is base's manager with the subclass's changes.
     """
-
-
-def _engine_facts(
-    args: tuple[Any, ...], kwargs: dict[str, Any], vllm_config: VllmConfig | None
-) -> EngineFacts:
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    names = {field.name for field in fields(EngineFacts)} & bound.arguments.keys()
-    return EngineFacts(**{name: bound.arguments[name] for name in names}, vllm_config=vllm_config)

@@ -103,17 +103,13 @@ class KVCacheBlocks:
         """
         if len(self.layout) != 1:
             raise ValueError(f"the number of KV cache groups must be 1, got {len(self.layout)}")
-        return [block.block_ids[0] for block in self.by_type[0] if block.block_hash is None]
+        return [block.block_id for block in self.blocks[0] if block.block_hash is None]
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
         """Per group, ids of the blocks that are not in the prefix cache, without null blocks."""
         return [
-            [
-                block.block_ids[place]
-                for block in self.by_type[type_id]
-                if block.block_hash is None and not block.is_null
-            ]
-            for type_id, place in self.layout
+            [block.block_id for block in group if block.block_hash is None and not block.is_null]
+            for group in self.blocks
         ]
 
     def new_empty(self) -> KVCacheBlocks:

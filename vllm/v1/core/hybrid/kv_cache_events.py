@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from vllm.distributed.kv_events import (
     MEDIUM_GPU,
     AllBlocksCleared,
@@ -18,7 +20,10 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
+from vllm.v1.kv_cache_interface import (
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
 from vllm.v1.request import Request
 
 
@@ -78,24 +83,17 @@ class KVCacheEventLog:
             extra_keys.append(keys)
         parent = maybe_convert_block_hash(block_hashes[span.start - 1]) if span.start else None
         lora = request.lora_request
-        for group_id in attention_type.group_ids:
-            self._events.append(
-                BlockStored(
-                    block_hashes=[maybe_convert_block_hash(block_hashes[i]) for i in stored],
-                    parent_block_hash=parent,
-                    token_ids=request.all_token_ids[
-                        span.start * block_size : span.stop * block_size
-                    ],
-                    block_size=block_size,
-                    lora_id=lora.adapter_id if lora else None,
-                    medium=MEDIUM_GPU,
-                    lora_name=lora.name if lora else None,
-                    extra_keys=to_event_extra_keys(extra_keys),
-                    group_idx=group_id,
-                    kv_cache_spec_kind=attention_type.kind,
-                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(
-                        attention_type.spec
-                    ),
-                    session_id=request.session_id,
-                )
-            )
+        event = BlockStored(
+            block_hashes=[maybe_convert_block_hash(block_hashes[i]) for i in stored],
+            parent_block_hash=parent,
+            token_ids=request.all_token_ids[span.start * block_size : span.stop * block_size],
+            block_size=block_size,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM_GPU,
+            lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys(extra_keys),
+            kv_cache_spec_kind=get_kv_cache_spec_kind(attention_type.spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(attention_type.spec),
+            session_id=request.session_id,
+        )
+        self._events += [replace(event, group_idx=i) for i in attention_type.group_ids]

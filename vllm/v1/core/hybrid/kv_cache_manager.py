@@ -70,15 +70,7 @@ class KVCacheManager:
         verify_every_step: bool = False,
         is_covered: bool = False,
     ) -> None:
-        facts = EngineFacts(
-            kv_cache_config=kv_cache_config,
-            hash_block_size=hash_block_size,
-            enable_kv_cache_events=enable_kv_cache_events,
-            use_eagle=use_eagle,
-            num_prefill_lookahead=num_prefill_lookahead,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
-        )
+        facts = EngineFacts.from_arguments(locals())
         feature = None if is_covered else find_uncovered_feature(facts)
         if feature is not None:
             raise ValueError(f"{feature} is not covered by the hybrid KV cache; use base's manager")
@@ -95,9 +87,9 @@ class KVCacheManager:
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.verify_every_step = verify_every_step
-        self._residency = None
-        if metrics_collector is not None:
-            self._residency = ResidencyMetrics(metrics_collector, enable_caching)
+        self._residency = (
+            ResidencyMetrics(metrics_collector, enable_caching) if metrics_collector else None
+        )
 
         settings = CacheSettings(
             max_model_len=max_model_len,
@@ -204,7 +196,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while any request holds blocks."""
-        if not self.coordinator.reset_prefix_cache():
+        if not self.block_pool.reset_prefix_cache():
             return False
         if self._residency is not None:
             self._residency.reset()
@@ -392,7 +384,7 @@ class KVCacheManager:
             The blocks in the order of allocation; free them in reverse.
         """
         self._gates.wake(request.request_id)
-        return self.coordinator.pop_blocks_for_free(request.request_id)
+        return self.block_pool.detach(self.coordinator.forget(request.request_id))
 
     # Blocks
 

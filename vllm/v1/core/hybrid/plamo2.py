@@ -5,6 +5,9 @@ The model's files lie beside base's models. A name that is registered already, b
 another plugin, is left as it is.
 """
 
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
 from vllm.v1.core.hybrid.activation import Patches, Plugin
 
 PLAMO2 = "Plamo2ForCausalLM"
@@ -21,9 +24,21 @@ def _apply(patches: Patches) -> None:
         return
     # By name: the model is imported only where it is used, and in no process before CUDA is set up.
     ModelRegistry.register_model(PLAMO2, f"vllm.model_executor.models.plamo2:{PLAMO2}")
-    patches.add(ModelRegistry.models, PLAMO2, ModelRegistry.models[PLAMO2])
+    patches.undo.append(_remove(ModelRegistry.models, PLAMO2))
     if PLAMO2_CONFIG not in _CONFIG_REGISTRY:
-        patches.add(_CONFIG_REGISTRY, PLAMO2_CONFIG, Plamo2Config)
+        _CONFIG_REGISTRY[PLAMO2_CONFIG] = Plamo2Config
+        patches.undo.append(_remove(_CONFIG_REGISTRY, PLAMO2_CONFIG))
+
+
+def _remove(registry: MutableMapping[str, Any], name: str) -> Callable[[], None]:
+    """Takes what is registered now out of a registry, unless it has been replaced since."""
+    ours = registry[name]
+
+    def remove() -> None:
+        if registry.get(name) is ours:
+            del registry[name]
+
+    return remove
 
 
 _plugin = Plugin(_apply, lambda: None)

@@ -10,7 +10,6 @@ While it is active, three names of base are replaced:
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.hybrid.activation import Patches, Plugin, find_native_obstacle
@@ -31,18 +30,11 @@ def _apply(patches: Patches) -> None:
     # These imports take 0.1 s at most where vLLM loads plugins: most of it is imported already, or
     # comes with the model.
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.hybrid.factory import EitherKVCacheManager
+    from vllm.v1.core.hybrid.factory import EitherKVCacheManager, current_engine
+    from vllm.v1.core.hybrid.options import HybridKVOptions
     from vllm.v1.core.sched import scheduler
 
-    patches.replace(scheduler, "KVCacheManager", EitherKVCacheManager)
-    patches.replace(scheduler.Scheduler, "__init__", _with_engine(scheduler.Scheduler.__init__))
-    patches.replace(
-        EngineArgs, "create_engine_config", _with_checked_options(EngineArgs.create_engine_config)
-    )
-
-
-def _with_engine(init: Callable[..., None]) -> Callable[..., None]:
-    from vllm.v1.core.hybrid.factory import current_engine
+    init, create = scheduler.Scheduler.__init__, EngineArgs.create_engine_config
 
     @functools.wraps(init)
     def scheduler_init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,18 +44,14 @@ def _with_engine(init: Callable[..., None]) -> Callable[..., None]:
         finally:
             current_engine.reset(token)
 
-    return scheduler_init
-
-
-def _with_checked_options(create: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm.v1.core.hybrid.options import HybridKVOptions
-
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         HybridKVOptions.from_additional_config(self.additional_config)
         return create(self, *args, **kwargs)
 
-    return create_engine_config
+    patches.replace(scheduler, "KVCacheManager", EitherKVCacheManager)
+    patches.replace(scheduler.Scheduler, "__init__", scheduler_init)
+    patches.replace(EngineArgs, "create_engine_config", create_engine_config)
 
 
 _plugin = Plugin(_apply, _find_obstacle)

@@ -44,53 +44,38 @@ class CacheSettings:
         Raises:
             ValueError: that names the setting, what is accepted, and its value.
         """
+        per_hit, per_hash = self.scheduler_block_size, self.hash_block_size
+        interval, lookahead = self.retention_interval or 0, self.num_prefill_lookahead
+        is_sparse = any(isinstance(t.spec, SlidingWindowSpec | MambaSpec) for t in attention_types)
+        has_eagle = any(t.is_eagle for t in attention_types)
+        rules = [
+            (
+                interval >= 0 and interval % per_hit == 0,
+                ("prefix_cache_retention_interval", interval),
+                f"0 or a positive multiple of {per_hit}",
+            ),
+            (
+                interval == 0 or is_sparse,
+                ("prefix_cache_retention_interval", interval),
+                "0 for a model without sliding-window or Mamba layers",
+            ),
+        ]
         # Without prefix caching there are no hashes and no hits.
         if self.enable_caching:
-            self._validate_block_sizes(attention_types)
-            self._validate_prefill_lookahead(attention_types)
-        self._validate_retention(attention_types)
-
-    def _validate_block_sizes(self, attention_types: tuple[AttentionType, ...]) -> None:
-        if self.scheduler_block_size % self.hash_block_size != 0:
-            raise ValueError(
-                f"scheduler_block_size must be a multiple of hash_block_size "
-                f"({self.hash_block_size}), got {self.scheduler_block_size}"
-            )
-        for attention_type in attention_types:
-            block_size = attention_type.spec.block_size
-            if self.scheduler_block_size % block_size != 0:
-                raise ValueError(
-                    f"scheduler_block_size must be a multiple of the block size of "
-                    f"{attention_type}, got {self.scheduler_block_size}"
+            hit, hashes = ("scheduler_block_size", per_hit), ("hash_block_size", per_hash)
+            rules.append((per_hit % per_hash == 0, hit, f"a multiple of {hashes[0]} ({per_hash})"))
+            for t in attention_types:
+                size = t.spec.block_size
+                rules.append((per_hit % size == 0, hit, f"a multiple of the block size of {t}"))
+                rules.append((size % per_hash == 0, hashes, f"a divisor of the block size of {t}"))
+            # The block after a hit must hold all tokens that the drafter reads there.
+            rules.append(
+                (
+                    lookahead <= per_hit or not has_eagle,
+                    ("num_prefill_lookahead", lookahead),
+                    f"at most scheduler_block_size ({per_hit}) with prefix caching",
                 )
-            if block_size % self.hash_block_size != 0:
-                raise ValueError(
-                    f"hash_block_size must divide the block size of {attention_type}, "
-                    f"got {self.hash_block_size}"
-                )
-
-    def _validate_prefill_lookahead(self, attention_types: tuple[AttentionType, ...]) -> None:
-        # The block after a hit must hold all tokens that the drafter has seen of what follows.
-        if self.num_prefill_lookahead > self.scheduler_block_size and any(
-            attention_type.is_eagle for attention_type in attention_types
-        ):
-            raise ValueError(
-                f"num_prefill_lookahead must be at most scheduler_block_size "
-                f"({self.scheduler_block_size}) with prefix caching, "
-                f"got {self.num_prefill_lookahead}"
             )
-
-    def _validate_retention(self, attention_types: tuple[AttentionType, ...]) -> None:
-        interval = self.retention_interval
-        if not interval:
-            return
-        if interval < 0 or interval % self.scheduler_block_size != 0:
-            raise ValueError(
-                f"prefix_cache_retention_interval must be 0 or a positive multiple of "
-                f"{self.scheduler_block_size}, got {interval}"
-            )
-        if not any(isinstance(t.spec, SlidingWindowSpec | MambaSpec) for t in attention_types):
-            raise ValueError(
-                f"prefix_cache_retention_interval must be 0 for a model without sliding-window or "
-                f"Mamba layers, got {interval}"
-            )
+        for holds, (name, value), accepted in rules:
+            if not holds:
+                raise ValueError(f"{name} must be {accepted}, got {value}")

@@ -6,7 +6,6 @@ base's, so it serves any manager.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -18,14 +17,8 @@ logger = init_logger(__name__)
 def _apply(patches: Patches) -> None:
     from vllm.v1.core import kv_cache_utils
 
-    patches.replace(
-        kv_cache_utils,
-        "get_request_block_hasher",
-        _with_native_code(kv_cache_utils.get_request_block_hasher),
-    )
+    get_base_hasher = kv_cache_utils.get_request_block_hasher
 
-
-def _with_native_code(get_base_hasher: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_base_hasher)
     def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Any) -> Any:
         base_hasher = get_base_hasher(hash_block_size, caching_hash_fn)
@@ -39,7 +32,7 @@ def _with_native_code(get_base_hasher: Callable[..., Any]) -> Callable[..., Any]
             logger.warning("Hybrid KV cache: base hashes the blocks", exc_info=True)
             return base_hasher
 
-    return get_request_block_hasher
+    patches.replace(kv_cache_utils, "get_request_block_hasher", get_request_block_hasher)
 
 
 _plugin = Plugin(_apply, find_native_obstacle)

@@ -2,14 +2,13 @@
 """One request across attention types; one file per coordinator."""
 
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.coordinators.base import Hit, KVCacheCoordinator, RequestBlocks
+from vllm.v1.core.hybrid.coordinators.base import KVCacheCoordinator, RequestBlocks
 from vllm.v1.core.hybrid.coordinators.hybrid import HybridKVCacheCoordinator
 from vllm.v1.core.hybrid.coordinators.no_prefix_cache import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.hybrid.coordinators.unitary import UnitaryKVCacheCoordinator
 from vllm.v1.core.hybrid.managers import manager_class
 
 __all__ = [
-    "Hit",
     "HybridKVCacheCoordinator",
     "KVCacheCoordinator",
     "KVCacheCoordinatorNoPrefixCache",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm.v1.core.hybrid._core import BlockTable, GroupedKVCacheBlock
+from vllm.v1.core.hybrid._core import BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType
+from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, get_group_layout
 from vllm.v1.core.hybrid.managers import SingleTypeKVCacheManager, manager_class
 from vllm.v1.core.hybrid.step import NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -71,15 +71,12 @@ class KVCacheCoordinator(ABC):
             manager_class(attention_type)(type_id, block_pool)
             for type_id, attention_type in enumerate(attention_types)
         )
-        of_group = {g: m for m in self.managers for g in m.attention_type.group_ids}
         #: Read by base's callers: one entry per KV cache group, in the config's order.
-        self.single_type_managers: tuple[SingleTypeKVCacheManager, ...] = tuple(
-            of_group[group_id] for group_id in range(len(of_group))
+        self.single_type_managers = tuple(
+            self.managers[type_id] for type_id, _ in get_group_layout(attention_types)
         )
-        self.group_block_sizes = tuple(m.block_size for m in self.single_type_managers)
         self.scheduler_block_size = settings.scheduler_block_size
         self.hash_block_size = settings.hash_block_size
-        self.retention_interval = settings.retention_interval
         self.num_reprefillable_tokens = settings.num_reprefillable_tokens
         #: The KV cache groups whose hits exclude the last block that matches.
         self.eagle_group_ids = frozenset(
@@ -262,17 +259,15 @@ class KVCacheCoordinator(ABC):
             boundaries.append(request.shared_prefix_boundary // alignment * alignment)
         return boundaries
 
-    def pop_blocks_for_free(self, request_id: str) -> list[GroupedKVCacheBlock]:
-        """Forget a request. The caller owns its blocks until `BlockPool.free_blocks`."""
+    def forget(self, request_id: str) -> tuple[BlockTable, ...]:
+        """Forget a request. The caller releases its tables; none for an unknown request."""
         known = self.requests.pop(request_id, None)
-        return self.block_pool.detach(known.tables) if known is not None else []
+        return () if known is None else known.tables
 
     def free(self, request_id: str) -> None:
         """Release all blocks of a request, so that the tail of its tokens is reused first."""
-        known = self.requests.pop(request_id, None)
-        if known is not None:
-            for table in known.tables:
-                table.free()
+        for table in self.forget(request_id):
+            table.free()
 
     def get_blocks(self, request_id: str) -> BlocksByType:
         """A request's blocks per type; none for an unknown request."""
@@ -280,10 +275,6 @@ class KVCacheCoordinator(ABC):
         if known is None:
             return self.no_blocks
         return tuple([table.blocks() for table in known.tables])
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; False while any block is referenced."""
-        return self.block_pool.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the first broken invariant of tables, index and pool."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examines the installation and a model, and says in tables what it found."""
+"""Examines the installation and a model, and prints tables of what it found."""
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -22,14 +21,15 @@ logger = logging.getLogger(__name__)
 ACTIVE, NOT_ACTIVE, FAILED = 0, 1, 2
 
 _USAGE = "vllm-hybrid-kv doctor [-h] [MODEL] [flags of vllm serve]"
-_DESCRIPTION = """\
-Says which vLLM is installed and whether the hybrid KV cache activates in it. For a model,
-also how its layers are grouped, and which manager serves which group.
-"""
-_EPILOG = """\
+_HELP = f"""\
+usage: {_USAGE}
+
+Shows which vLLM is installed and whether the hybrid KV cache activates in it. For a model,
+also shows how its layers are grouped, and which manager serves which group.
+
 MODEL is a local model folder, a folder with just a config.json, or such a file. Weights and
 tokenizer are not read. The flags are those of vllm serve; give the same ones as there, for
-example --max-model-len 8192, --block-size 32 or --additional-config '{"hybrid_kv": {...}}'.
+example --max-model-len 8192, --block-size 32 or --additional-config '{{"hybrid_kv": {{...}}}}'.
 
 Exit status: 0 if the hybrid KV cache would be active (for MODEL, if given), 1 if not, 2 if
 vLLM would not start. VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
@@ -39,16 +39,10 @@ vLLM would not start. VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
 def run(arguments: Sequence[str]) -> int:
     """Run the command with what follows ``doctor``; returns the exit status."""
     if {"-h", "--help"} & set(arguments):
-        argparse.ArgumentParser(
-            prog="vllm-hybrid-kv doctor",
-            usage=_USAGE,
-            description=_DESCRIPTION,
-            epilog=_EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        ).print_help()
+        print(_HELP, end="")
         return ACTIVE
 
-    # Whoever reads from a file or a pipe does not want lines folded at 80 columns.
+    # Lines in a file or a pipe are not wrapped at 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 160)
     with quiet_vllm() as vllm_errors:
         checks = examine_installation()
@@ -63,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
             logger.debug("The model could not be examined", exc_info=True)
             print(f"vllm-hybrid-kv doctor: {in_one_line(error, vllm_errors)}", file=sys.stderr)
             return FAILED
-    if report.managers:
+    if report.rows:
         console.print(_model_table(report))
     else:
         _say(console, f"{report.architecture} keeps no KV cache")
@@ -93,17 +87,15 @@ def _installation_table(checks: Sequence[Check]) -> Table:
 
 
 def _model_table(report: "ModelReport") -> Table:
+    from vllm.v1.core.hybrid.doctor.model import COLUMNS
+
     table = Table(
         title=f"KV cache of {report.architecture}", title_justify="left", box=box.SIMPLE_HEAD
     )
-    for column in ("manager", "attention", "block size", "group", "layers"):
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column in ("block size", "group") else "left")
-    for manager in report.managers:
-        for i, group in enumerate(manager.groups):
-            head = (
-                (manager.name, manager.attention, str(manager.block_size)) if i == 0 else [""] * 3
-            )
-            table.add_row(*head, str(group.group_id), group.layers)
+    for row in report.rows:
+        table.add_row(*row)
     return table
 
 

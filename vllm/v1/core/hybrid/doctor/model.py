@@ -29,9 +29,8 @@ from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     resolve_kv_cache_layout,
 )
-from vllm.v1.core.hybrid.attention_type import AttentionType, get_attention_types
-from vllm.v1.core.hybrid.coverage import EngineFacts
-from vllm.v1.core.hybrid.decision import describe, find_reason_for_base
+from vllm.v1.core.hybrid.attention_type import AttentionType, describe, get_attention_types
+from vllm.v1.core.hybrid.coverage import EngineFacts, find_reason_for_base
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_groups,
@@ -45,27 +44,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
+COLUMNS = ("manager", "attention", "block size", "group", "layers")
 #: The first is Hugging Face's, the other Mistral's.
 CONFIG_FILES = ("config.json", "params.json")
-
-
-@dataclass(frozen=True)
-class Group:
-    """A KV cache group; ``layers`` is what their names count them as, such as ``"0-4, 6"``."""
-
-    group_id: int
-    layers: str
-
-
-@dataclass(frozen=True)
-class Manager:
-    """A manager and the KV cache groups that it serves."""
-
-    name: str
-    attention: str
-    #: In tokens.
-    block_size: int
-    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,9 @@ class ModelReport:
     """How a model's KV cache would be managed."""
 
     architecture: str
-    managers: tuple[Manager, ...]
+    #: One row per KV cache group, as the columns `COLUMNS`. Groups of a manager stand together, and
+    #: only the first one names it.
+    rows: tuple[tuple[str, ...], ...]
     #: What sends the model to base's managers; None if nothing does.
     reason_for_base: str | None
     #: How the hybrid manager arranges the KV cache, if it serves the model.
@@ -130,7 +113,7 @@ def examine_model(engine_args: EngineArgs) -> ModelReport:
         arrangement += "; and the layers of the drafter, which is not built here"
     return ModelReport(
         architecture=vllm_config.model_config.architecture,
-        managers=_managers(kv_cache_config, attention_types, one_a_group=reason is not None),
+        rows=_rows(kv_cache_config, attention_types, one_per_group=reason is not None),
         reason_for_base=reason,
         arrangement=arrangement,
     )
@@ -182,30 +165,24 @@ def _engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> En
     )
 
 
-def _managers(
+def _rows(
     kv_cache_config: KVCacheConfig,
     attention_types: Sequence[AttentionType],
-    one_a_group: bool,
-) -> tuple[Manager, ...]:
+    one_per_group: bool,
+) -> tuple[tuple[str, ...], ...]:
     """Our managers, one per type; or base's, one per group."""
     groups = kv_cache_config.kv_cache_groups
-    if one_a_group:
+    if one_per_group:
         attention_types = [AttentionType(g.kv_cache_spec, (i,)) for i, g in enumerate(groups)]
-    return tuple(
-        Manager(
-            name=_manager_name(groups[t.group_ids[0]]),
-            attention=t.name,
-            block_size=t.spec.block_size,
-            groups=tuple(Group(i, _layers(groups[i].layer_names)) for i in t.group_ids),
-        )
-        for t in attention_types
-    )
-
-
-def _manager_name(group: KVCacheGroupSpec) -> str:
-    """The name of base's manager class; ours have the same names."""
-    manager_class = KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role)
-    return "none" if manager_class is None else manager_class.__name__
+    rows = []
+    for t in attention_types:
+        # Our classes have the names of base's.
+        manager = KVCacheSpecRegistry.get_manager_class(t.spec, groups[t.group_ids[0]].role)
+        head = (getattr(manager, "__name__", "none"), t.name, str(t.spec.block_size))
+        for i in t.group_ids:
+            rows.append((*head, str(i), _layers(groups[i].layer_names)))
+            head = ("", "", "")
+    return tuple(rows)
 
 
 def _layers(names: Sequence[str]) -> str:

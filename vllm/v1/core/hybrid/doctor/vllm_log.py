@@ -26,7 +26,8 @@ def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
     os.environ[_LEVEL] = "ERROR"
     vllm_logger = logging.getLogger("vllm")
     handlers = vllm_logger.handlers
-    collector = _Collector(errors)
+    collector = logging.Handler(logging.ERROR)
+    collector.emit = errors.append  # type: ignore[method-assign, assignment]
     # Even importing the configuration logs.
     vllm_logger.handlers = [collector]
     from vllm.config.logging import LoggingConfig
@@ -42,15 +43,6 @@ def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
     finally:
         vllm_logger.handlers = handlers
         del os.environ[_LEVEL]
-
-
-class _Collector(logging.Handler):
-    def __init__(self, records: list[logging.LogRecord]) -> None:
-        super().__init__(logging.ERROR)
-        self._records = records
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
 
 
 def in_one_line(error: Exception, logged: Sequence[logging.LogRecord]) -> str:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One manager per attention type; one file per kind of attention (see `spec_table`)."""
+"""One manager per attention type; one file per kind of attention (see `attention_type`)."""
 
 from importlib import import_module
 
-from vllm.v1.core.hybrid.attention_type import AttentionType
+from vllm.v1.core.hybrid.attention_type import AttentionType, find_manager
 from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
-from vllm.v1.core.hybrid.spec_table import find_manager
 
 __all__ = ["SingleTypeKVCacheManager", "manager_class"]
 

@@ -9,7 +9,11 @@ from vllm.v1.core.hybrid._core import BlockList, BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.step import NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 
@@ -31,8 +35,6 @@ class SingleTypeKVCacheManager(ABC):
     #: Tokens before the window that are kept because a drafter may compute the last processed
     #: tokens again.
     num_reread_tokens: int = 0
-    #: Read by base's callers. Hits are never kept longer than what was requested.
-    retains_longer_hit: ClassVar[bool] = False
 
     def __init__(self, type_id: int, block_pool: BlockPool) -> None:
         attention_type = block_pool.attention_types[type_id]
@@ -130,6 +132,12 @@ class SingleTypeKVCacheManager(ABC):
         return NEVER
 
     # What is the same for all.
+
+    def bound_blocks(self, spec: SlidingWindowSpec | ChunkedLocalAttentionSpec) -> None:
+        """Cap `peak_target` as base does when it sizes the pool: admission has to agree with it."""
+        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
+            self.settings.max_in_flight_tokens, self.settings.max_model_len
+        )
 
     def peak_target(self, step: Step) -> Target:
         """`target`, capped at the most blocks that a request holds on the way there."""

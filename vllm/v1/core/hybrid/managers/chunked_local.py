@@ -23,11 +23,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         assert isinstance(spec, ChunkedLocalAttentionSpec)
         #: In tokens. Chunks begin at its multiples.
         self.chunk_size = spec.attention_chunk_size
-        # Base sizes the pool by this bound, so admission has to agree with it.
-        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
-            max_in_flight_tokens=self.settings.max_in_flight_tokens,
-            max_model_len=self.settings.max_model_len,
-        )
+        self.bound_blocks(spec)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size

@@ -15,8 +15,4 @@ class SlidingWindowManager(RecentBlocksManager):
         # The query at position p reads the keys p - window + 1 .. p.
         super().__init__(type_id, block_pool, num_tokens_before=spec.sliding_window - 1)
         self.num_reread_tokens = spec.extra_retained_tokens
-        # Base sizes the pool by this bound, so admission has to agree with it.
-        self.max_blocks_per_request = spec.max_admission_blocks_per_request(
-            max_in_flight_tokens=self.settings.max_in_flight_tokens,
-            max_model_len=self.settings.max_model_len,
-        )
+        self.bound_blocks(spec)
