@@ -26,6 +26,8 @@ lint: setup ## Check style and formatting
 
 types: setup ## Check types
 	@$(VENV_PYTHON) -m mypy
+	@$(VENV_PYTHON) -m mypy.stubtest --mypy-config-file tools/stubtest.ini \
+		--allowlist tools/stubtest_allowlist.txt --ignore-disjoint-bases vllm.v1.core.hybrid._core
 
 docs: setup ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict

@@ -295,8 +295,8 @@ MUTANTS = (
     Mutant(
         "a block is cached under its neighbour's hash",
         NATIVE_CACHE,
-        "digest_at(static_cast<std::size_t>(i))",
-        "digest_at(static_cast<std::size_t>(i > 0 ? i - 1 : i))",
+        "hashes(static_cast<std::size_t>(i))",
+        "hashes(static_cast<std::size_t>(i > 0 ? i - 1 : i))",
     ),
     Mutant(
         "a request sleeps past the need for a block",

@@ -16,8 +16,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are written as t
 
 constexpr std::size_t kMaxToken = 5, kMaxParent = 255;  // bytes
 
-// Writers put `value` at `at` and return where the next one goes. This one stores all eight bytes,
-// whatever `size` says. The sizes of tokens are computed, too: a branch on them is mispredicted.
+// Writers put something at `at` and return where the next goes. This one always stores eight bytes,
+// of which `size` count. Sizes are computed without branches, which would be mispredicted.
 Byte* put_word(Byte* at, std::uint64_t value, std::size_t size) {
   std::memcpy(at, &value, sizeof value);
   return at + size;
@@ -32,7 +32,7 @@ Byte* put_bytes(Byte* at, const void* data, std::size_t size) {
 struct Pickle {
   static constexpr std::size_t kFrameStart = 11;  // after protocol and frame opcodes
 
-  // All before the tokens.
+  // Writes what is before the tokens.
   static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size,
                      std::size_t num_tokens) {
     *at++ = 0x80, *at++ = 5;  // protocol
@@ -51,7 +51,7 @@ struct Pickle {
     return put_word(at, std::uint64_t{bits} << 8 | opcode, 3 + 2 * large - small);
   }
 
-  // All after the tokens.
+  // Writes what is after the tokens.
   static Byte* end(Byte* message, Byte* at, std::size_t num_tokens, const std::string& rest) {
     *at++ = num_tokens > 3 ? Byte{'t'} : static_cast<Byte>(0x84 + num_tokens);  // tuple
     *at++ = 0x94;                                                               // memoize
@@ -69,7 +69,7 @@ struct Cbor {
   static Byte* head(Byte* at, Byte major, std::uint32_t value) {
     const unsigned one = value >= 24, two = value > 0xff, four = value > 0xffff;
     const unsigned follow = one + two + 2 * four;  // bytes that hold the value
-    // For none it is shifted out.
+    // Shifts out the value where no byte follows.
     const auto in_front = static_cast<std::uint32_t>(std::uint64_t{value} << (32 - 8 * follow));
     const unsigned info = value + one * (23 + one + two + four - value);
     return put_word(at,
@@ -86,7 +86,7 @@ struct Cbor {
   }
 
   static Byte* token(Byte* at, std::int32_t value) {
-    // A negative one is written as -1 - value, which is its complement.
+    // CBOR writes a negative value as -1 - value, which is its complement.
     const std::int32_t sign = value >> 31;
     return head(at, sign != 0 ? kNegative : kUnsigned, static_cast<std::uint32_t>(value ^ sign));
   }
@@ -99,7 +99,7 @@ struct Cbor {
 std::size_t checked_block_size(std::int64_t block_size) {
   if (block_size < 1 || block_size > BlockHasher::kMaxBlockSize) {
     throw std::invalid_argument("block_size must be from 1 to " +
-                                std::to_string(BlockHasher::kMaxBlockSize) + ", not " +
+                                std::to_string(BlockHasher::kMaxBlockSize) + ", got " +
                                 std::to_string(block_size));
   }
   return static_cast<std::size_t>(block_size);
@@ -108,7 +108,7 @@ std::size_t checked_block_size(std::int64_t block_size) {
 void check_size(const char* what, std::size_t size, std::size_t most) {
   if (size >= 1 && size <= most) return;
   throw std::invalid_argument(std::string(what) + " must have from 1 to " + std::to_string(most) +
-                              " bytes, not " + std::to_string(size));
+                              " bytes, got " + std::to_string(size));
 }
 
 }  // namespace
@@ -119,7 +119,7 @@ BlockHasher::BlockHasher(const std::string& algorithm, std::int64_t block_size)
       block_size_(checked_block_size(block_size)) {
   if (!sha_ && algorithm != "xxhash" && algorithm != "xxhash_cbor") {
     throw std::invalid_argument(
-        "algorithm must be sha256, sha256_cbor, xxhash or xxhash_cbor, not " + algorithm);
+        "algorithm must be sha256, sha256_cbor, xxhash or xxhash_cbor, got " + algorithm);
   }
 }
 
@@ -128,7 +128,7 @@ BlockHasher::Chain::Chain(const BlockHasher& hasher, const std::string& parent,
     : hasher_(hasher), rest_(rest) {
   check_size("parent", parent.size(), kMaxParent);
   check_size("rest", rest.size(), kMaxRest);
-  constexpr std::size_t kHeads = 64;  // with what put_word may overrun
+  constexpr std::size_t kHeads = 64;  // includes the bytes that put_word may overrun
   const std::size_t size = hasher_.block_size();
   message_.resize(kHeads + kMaxParent + kMaxToken * size + rest.size() + kSha256Padding);
   const auto begin = hasher_.cbor_ ? Cbor::begin : Pickle::begin;
@@ -149,7 +149,7 @@ void BlockHasher::Chain::next_as(const std::int32_t* tokens, std::uint8_t* diges
   for (std::size_t i = 0; i < num_tokens; ++i) at = Format::token(at, tokens[i]);
   at = Format::end(message, at, num_tokens, rest_);
   const auto length = static_cast<std::size_t>(at - message);
-  // Sizes that the compiler knows: the copies are on the path from one hash to the next.
+  // Constant sizes make the copies fast; each hash waits for the one before.
   if (hasher_.sha_) {
     const auto hash = sha256_in_place(message, length);
     std::memcpy(digest, hash.data(), 32);

@@ -8,27 +8,27 @@
 
 namespace hybrid_kv {
 
-// Base vLLM's hashes of full blocks of tokens, each chained to the one before:
-// hash((parent, tokens, keys)) of a serialized Python tuple. Needs no Python.
+// Base vLLM's hashes of full blocks of tokens. Each is the hash of a serialized Python tuple,
+// (parent, tokens, keys), where parent is the hash of the block before. Needs no Python.
 class BlockHasher {
  public:
   // `algorithm` is one of base's names: sha256, sha256_cbor, xxhash, xxhash_cbor.
   // Throws std::invalid_argument for another, or unless 1 <= block_size <= kMaxBlockSize.
   BlockHasher(const std::string& algorithm, std::int64_t block_size);
 
-  // Together they keep a message below 64 KiB, from where on pickle writes in several frames.
+  // These limits keep a message below 64 KiB: pickle writes larger ones in several frames.
   static constexpr std::int64_t kMaxBlockSize = 8192;
   static constexpr std::size_t kMaxRest = 16384;
 
   std::size_t block_size() const { return block_size_; }
   std::size_t digest_size() const { return sha_ ? 32 : 16; }
 
-  // The hashes of one block after the other.
+  // Hashes one block after the other.
   class Chain {
    public:
-    // `parent` is the hash of the block before the first, of 1 to 255 bytes; `rest` is what follows
-    // the tokens when the tuple is serialized, of 1 to kMaxRest bytes, the same for every block.
-    // The hasher must outlive the chain. Throws std::invalid_argument for other sizes.
+    // `parent`, of 1 to 255 bytes, is the hash of the block before the first. `rest`, of 1 to
+    // kMaxRest bytes, follows the tokens in each serialized tuple. Throws std::invalid_argument for
+    // other sizes. The hasher must outlive the chain.
     Chain(const BlockHasher& hasher, const std::string& parent, const std::string& rest);
 
     // Writes the hash of the next block, of digest_size() bytes, to `digest`.
@@ -41,7 +41,7 @@ class BlockHasher {
     const BlockHasher& hasher_;
     std::string rest_;
     std::vector<std::uint8_t> message_;
-    std::size_t front_;  // bytes of the message before its tokens; they are in place
+    std::size_t front_;  // bytes of the message before the tokens, already written
   };
 
  private:

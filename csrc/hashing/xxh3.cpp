@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 namespace hybrid_kv {
 namespace {
@@ -131,7 +132,10 @@ Hash128 hash_long(const std::uint8_t* in, std::size_t length) {
 }  // namespace
 
 std::array<std::uint8_t, 16> xxh3_128(const std::uint8_t* message, std::size_t length) {
-  if (length <= 16) throw std::invalid_argument("xxh3_128 takes messages of 17 bytes and more");
+  if (length <= 16) {
+    throw std::invalid_argument("message must have at least 17 bytes, got " +
+                                std::to_string(length));
+  }
   Hash128 hash;
   if (length <= 128) {
     hash = hash_short(message, length);

@@ -5,20 +5,22 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace hybrid_kv {
 
-// A block's place in the pool's list of blocks. 0 is the null block, which stands in a block table
-// where nothing is held.
+// A block's index in the pool's list of blocks. Index 0 is the null block, the placeholder in a
+// block table where no block is held.
 using BlockIndex = std::int32_t;
 constexpr BlockIndex kNullBlock = 0;
 
-// Blocks, their hashes and the slots of an index lie anywhere in memory: loops over many of them
-// start to load each so many rounds before they read it.
+// Loops over many blocks, hashes or index slots prefetch this many iterations ahead: these lie
+// anywhere in memory.
 constexpr std::size_t kAhead = 8;
 
-// A block hash: the raw digest, of any length up to 32 bytes.
+// A block hash: the raw digest, of 1 to 32 bytes.
 struct Digest {
   static constexpr std::size_t kMaxSize = 32;
 
@@ -26,20 +28,24 @@ struct Digest {
   std::uint8_t size = 0;                       // 0: no hash
 
   Digest() = default;
-  // Needs 0 < length <= kMaxSize.
+  // Throws std::invalid_argument unless 1 <= length <= kMaxSize.
   Digest(const char* data, std::size_t length) : size(static_cast<std::uint8_t>(length)) {
     if (length == kMaxSize) {
-      std::memcpy(bytes.data(), data, kMaxSize);  // of known length: no call
-    } else {
-      std::memcpy(bytes.data(), data, length);
+      std::memcpy(bytes.data(), data, kMaxSize);  // the compiler knows the length: no call
+      return;
     }
+    if (length == 0 || length > kMaxSize) {
+      throw std::invalid_argument("a block hash must have 1 to " + std::to_string(kMaxSize) +
+                                  " bytes, got " + std::to_string(length));
+    }
+    std::memcpy(bytes.data(), data, length);
   }
 
   bool operator==(const Digest& other) const {
     return size == other.size && std::memcmp(bytes.data(), other.bytes.data(), kMaxSize) == 0;
   }
 
-  // Digests are random already; the product spreads short ones, too.
+  // Digests are random already; the product also spreads short ones.
   std::uint32_t hash() const {
     std::uint64_t word;
     std::memcpy(&word, bytes.data(), sizeof word);
@@ -48,15 +54,15 @@ struct Digest {
 };
 
 // One grouped block: the physical blocks of all groups of an attention type for the same tokens.
-// A cache line long: blocks are visited in no order that the processor could guess.
+// As long as a cache line, because the processor cannot predict which block is visited next.
 struct alignas(64) Block {
   Digest digest;  // set while the block is in its type's prefix index
   std::uint8_t type_id = 0;
-  bool is_live = false;          // owns physical ids
-  std::uint32_t ref_cnt = 0;     // block tables, and detached references, that hold the block
-  std::uint32_t generation = 0;  // counts the uses of this place, so that a stale handle is noticed
+  bool is_live = false;               // owns physical ids
+  std::uint32_t ref_cnt = 0;          // references of block tables, and detached ones
+  std::uint32_t generation = 0;       // uses of this index so far; a stale handle has another
   BlockIndex previous = 0, next = 0;  // neighbours in the eviction order
-  // A ring of the cached blocks with the same digest, in the order in which they were entered.
+  // A ring of the cached blocks with the same digest, in the order of insertion.
   BlockIndex previous_same = 0, next_same = 0;
   std::uint32_t ids = 0;  // where its physical ids begin in the pool's list of ids
 
@@ -64,14 +70,14 @@ struct alignas(64) Block {
 };
 static_assert(sizeof(Block) == 64);
 
-// A block as it was when somebody looked: it may have been evicted since.
+// A reference-free pointer to a block, which becomes stale when the block is freed or evicted.
 struct BlockHandle {
   BlockIndex index = kNullBlock;
   std::uint32_t generation = 0;
 };
 
-// The cached blocks that nobody references, the next to be evicted first: a list through the
-// blocks.
+// The evictable blocks (cached, not referenced), the next to be evicted first. A linked list
+// through the blocks.
 class EvictionOrder {
  public:
   bool is_empty() const { return first_ == 0; }

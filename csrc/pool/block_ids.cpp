@@ -12,7 +12,7 @@ namespace {
 std::int64_t checked_num_blocks(std::int64_t num_blocks) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
   if (num_blocks < 1 || num_blocks > kMax) {
-    throw std::invalid_argument("num_blocks must be from 1 to " + std::to_string(kMax) + ", not " +
+    throw std::invalid_argument("num_blocks must be from 1 to " + std::to_string(kMax) + ", got " +
                                 std::to_string(num_blocks));
   }
   return num_blocks;
@@ -26,7 +26,7 @@ BlankBlockIds::BlankBlockIds(std::int64_t num_blocks)
 }
 
 void BlankBlockIds::throw_too_many() {
-  throw std::logic_error("more block ids are given back than were taken");
+  throw std::logic_error("more block ids were returned than taken");
 }
 
 }  // namespace hybrid_kv

@@ -13,7 +13,7 @@ std::int64_t checked_positive(const char* name, std::int64_t value) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
   if (value < 1 || value > kMax) {
     throw std::invalid_argument(std::string(name) + " must be from 1 to " + std::to_string(kMax) +
-                                ", not " + std::to_string(value));
+                                ", got " + std::to_string(value));
   }
   return value;
 }
@@ -27,8 +27,8 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
       unused_(types_.size()) {
   constexpr std::size_t kMaxTypes = std::numeric_limits<std::uint8_t>::max();
   if (types_.size() > kMaxTypes) {
-    throw std::invalid_argument("there must be at most " + std::to_string(kMaxTypes) +
-                                " attention types, not " + std::to_string(types_.size()));
+    throw std::invalid_argument("types must hold at most " + std::to_string(kMaxTypes) +
+                                " attention types, got " + std::to_string(types_.size()));
   }
   std::size_t max_blocks = 1, max_ids = 0;
   std::vector<std::size_t> max_of_type;
@@ -43,9 +43,9 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
   }
   if (max_blocks > static_cast<std::size_t>(std::numeric_limits<BlockIndex>::max()) ||
       max_ids > std::numeric_limits<std::uint32_t>::max()) {
-    throw std::invalid_argument("num_blocks is " + std::to_string(num_blocks) +
-                                ", which is too many for " + std::to_string(types_.size()) +
-                                " attention types");
+    throw std::invalid_argument(
+        "num_blocks must be small enough for 32-bit indices of the blocks of " +
+        std::to_string(types_.size()) + " types, got " + std::to_string(num_blocks));
   }
   blocks_.reserve(max_blocks);
   ids_.reserve(max_ids);
@@ -57,8 +57,8 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
 
 const TypeShape& BlockPool::shape(std::int64_t type_id) const {
   if (type_id < 0 || static_cast<std::size_t>(type_id) >= types_.size()) {
-    throw std::invalid_argument("type_id is " + std::to_string(type_id) + "; the pool has " +
-                                std::to_string(types_.size()) + " attention types");
+    throw std::invalid_argument("type_id must be at least 0 and below " +
+                                std::to_string(types_.size()) + ", got " + std::to_string(type_id));
   }
   return types_[static_cast<std::size_t>(type_id)];
 }
@@ -66,8 +66,7 @@ const TypeShape& BlockPool::shape(std::int64_t type_id) const {
 const Block& BlockPool::checked(BlockHandle handle) const {
   const Block& found = block(handle.index);
   if (found.generation != handle.generation) {
-    throw std::invalid_argument(
-        "a block that was looked up has been freed or given to others since");
+    throw std::invalid_argument("a block must be live, got one that was freed or evicted");
   }
   return found;
 }
@@ -75,9 +74,9 @@ const Block& BlockPool::checked(BlockHandle handle) const {
 void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
   const std::size_t groups = num_groups(type_id), num_ids = num_blocks * groups;
   if (num_blocks > num_free() / groups) {
-    throw std::logic_error("more blocks are allocated than are free");
+    throw std::logic_error("more blocks were allocated than are free");
   }
-  // As a rule as many blocks as are wanted, of this type or of another.
+  // An estimate: the evicted blocks may be of other types.
   const std::size_t to_evict =
       blank_.size() < num_ids ? (num_ids - blank_.size() - 1) / groups + 1 : 0;
   BlockIndex ahead = evictable_.first();
@@ -132,7 +131,7 @@ void BlockPool::release(const std::vector<BlockIndex>& indices) {
     if (index == kNullBlock) continue;
     Block& block = at(index);
     if (block.ref_cnt == 0) {
-      throw std::logic_error("a block is released more often than it was referenced");
+      throw std::logic_error("a block was released more often than it was referenced");
     }
     if (--block.ref_cnt > 0) continue;
     if (block.is_cached()) {
@@ -141,7 +140,7 @@ void BlockPool::release(const std::vector<BlockIndex>& indices) {
       unneeded.push_back(index);
     }
   }
-  // Backwards, because the ids that are given back last are taken first.
+  // Backwards, because the ids that become blank last are taken first.
   for (auto index = unneeded.rbegin(); index != unneeded.rend(); ++index) dissolve(*index);
 }
 
@@ -154,15 +153,14 @@ void BlockPool::release_detached(BlockHandle handle) {
   checked(handle);
   const auto found = detached_.find(handle.index);
   if (found == detached_.end()) {
-    throw std::invalid_argument("a block that was not handed out is given back");
+    throw std::invalid_argument("a block must have a detached reference, got one without");
   }
   if (--found->second == 0) detached_.erase(found);
   release({handle.index});
 }
 
 void BlockPool::cache(BlockIndex index, const Digest& digest) {
-  if (!can_cache(index))
-    throw std::logic_error("a block is cached that is not referenced, or twice");
+  if (!can_cache(index)) throw std::logic_error("a block without references was cached, or twice");
   Block& block = at(index);
   block.digest = digest;
   indexes_[block.type_id]->insert(index);
@@ -171,12 +169,13 @@ void BlockPool::cache(BlockIndex index, const Digest& digest) {
 void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
   for (const std::int64_t id : physical_ids) {
     if (id < 0 || id >= blank_.num_blocks()) {
-      throw std::invalid_argument("block_ids holds " + std::to_string(id) +
-                                  "; the pool has ids 0 to " +
-                                  std::to_string(blank_.num_blocks() - 1));
+      throw std::invalid_argument("block_ids must be from 0 to " +
+                                  std::to_string(blank_.num_blocks() - 1) + ", got " +
+                                  std::to_string(id));
     }
   }
-  // All blocks, because no map from ids to blocks is kept: this serves rare failed transfers.
+  // Visits all blocks: a map from ids to blocks would cost more than this call, which is rare (a
+  // connector's load has failed).
   const std::unordered_set<std::int64_t> wanted(physical_ids.begin(), physical_ids.end());
   for (const BlockIndex index : live_blocks()) {
     const Block& block = at(index);
@@ -225,7 +224,7 @@ void BlockPool::unmake_evictable(BlockIndex index) {
 
 void BlockPool::dissolve(BlockIndex index) {
   Block& block = at(index);
-  if (!block.is_live) throw std::logic_error("the ids of a block are given back twice");
+  if (!block.is_live) throw std::logic_error("the ids of a block were returned twice");
   blank_.give_back(ids(block), num_groups(block.type_id));
   block.is_live = false;
   ++block.generation;

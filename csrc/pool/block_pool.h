@@ -17,21 +17,21 @@
 
 namespace hybrid_kv {
 
-// What the pool needs to know of an attention type. Sizes are in tokens.
+// What the pool needs to know about an attention type.
 struct TypeShape {
-  std::int64_t num_groups;  // physical blocks of one logical block
-  std::int64_t block_size;
-  std::int64_t hashes_per_block;  // a type with larger blocks reads each n-th block hash
+  std::int64_t num_groups;        // physical blocks per logical block
+  std::int64_t block_size;        // tokens per block
+  std::int64_t hashes_per_block;  // the last of them is the hash of the block
 };
 
 // The physical blocks of all attention types, and the grouped blocks made of them.
 //
 // Every id except the null block's is in exactly one place: blank, in an evictable block (cached,
-// not referenced), or in a referenced block. Blank ids are handed out first; then evictable blocks
-// are evicted, each as a whole, the least recently released first.
+// not referenced), or in a referenced block. Blank ids are allocated first; then evictable blocks
+// are evicted, each as a whole, in LRU order.
 //
-// No operation's cost depends on the size of the pool or on how long it has been in use, except
-// where a comment says so.
+// The cost of an operation does not depend on the size of the pool or on its age, unless a comment
+// says so.
 class BlockPool {
  public:
   // Throws std::invalid_argument for a size or shape that is out of range.
@@ -40,7 +40,7 @@ class BlockPool {
   BlockPool& operator=(const BlockPool&) = delete;
 
   std::size_t num_types() const { return types_.size(); }
-  // Throws std::invalid_argument for a type that the pool does not have.
+  // Throws std::invalid_argument for an unknown type.
   const TypeShape& shape(std::int64_t type_id) const;
   std::size_t num_groups(std::size_t type_id) const {
     return static_cast<std::size_t>(types_[type_id].num_groups);
@@ -54,33 +54,33 @@ class BlockPool {
 
   const Block& block(BlockIndex index) const { return blocks_[static_cast<std::size_t>(index)]; }
   BlockHandle handle(BlockIndex index) const { return {index, block(index).generation}; }
-  // Throws std::invalid_argument for a block that was evicted or given back since.
+  // Throws std::invalid_argument for a stale handle.
   const Block& checked(BlockHandle handle) const;
   const std::int32_t* ids(const Block& block) const { return ids_.data() + block.ids; }
   bool is_evictable(BlockIndex index) const {
     return index != kNullBlock && block(index).ref_cnt == 0;
   }
 
-  // Makes ids for `num_blocks` blocks of a type blank. Throws std::logic_error, with nothing
-  // changed, if that many are not free.
+  // Evicts until the ids for `num_blocks` blocks of a type are blank. Throws std::logic_error, with
+  // nothing changed, if fewer are free.
   void make_room(std::size_t type_id, std::size_t num_blocks);
   // A new block with one reference; needs make_room().
   BlockIndex allocate(std::size_t type_id);
   // Adds a reference.
   void touch(BlockIndex index);
-  // Drops one reference to each block that is not null. What comes first is reused first.
+  // Drops one reference to each block, null blocks excepted. The first block is reused first.
   void release(const std::vector<BlockIndex>& indices);
-  // One reference of a table's becomes the caller's.
+  // Turns one reference of a table into a detached one, which the caller owns.
   void detach(BlockIndex index);
-  // Drops one that became the caller's. Throws std::invalid_argument if there is none.
+  // Drops a detached reference. Throws std::invalid_argument if the block has none.
   void release_detached(BlockHandle handle);
-  // How many of a block's references callers hold, not tables.
+  // Detached references to a block.
   std::uint32_t num_detached(BlockIndex index) const {
     const auto found = detached_.find(index);
     return found == detached_.end() ? 0 : found->second;
   }
 
-  // Starts to load the slot of the index into which a block with the hash will go.
+  // Prefetches the index slot for a block with the hash.
   void prefetch_slot(std::size_t type_id, const Digest& digest) const {
     indexes_[type_id]->prefetch_slot(digest);
   }
@@ -89,20 +89,21 @@ class BlockPool {
     return block(index).ref_cnt > 0 && !block(index).is_cached();
   }
 
-  // Enters a referenced block as holding the last tokens of the prefix that has the hash.
+  // Enters a referenced block in the prefix cache; the hash is that of the prefix up to its end.
   void cache(BlockIndex index, const Digest& digest);
-  // Takes every block that holds one of the ids out of the prefix cache. Looks at all blocks.
+  // Removes every block that holds one of the ids from the prefix cache. Visits all blocks.
   void evict(const std::vector<std::int64_t>& physical_ids);
-  // Empties the prefix cache. Looks at all blocks.
+  // Empties the prefix cache. Visits all blocks.
   void clear_cache();
 
-  // The blocks of the longest prefix of at most `num_blocks`, a multiple of `alignment`, whose
-  // blocks from index `begin` on are all cached; null blocks stand for those before. `hashes(i)` is
-  // the hash at the end of the type's i-th block.
+  // The blocks of the longest prefix of at most `max_blocks` blocks, a multiple of `alignment`,
+  // that are all cached from index `begin` on; null blocks stand for those before. `hashes(i)` is
+  // the hash at the end of the type's i-th block, for i < hashes.num_blocks().
   template <typename Hashes>
-  std::vector<BlockHandle> find_prefix(std::size_t type_id, std::size_t num_blocks,
-                                       std::size_t alignment, std::size_t begin,
-                                       const Hashes& hashes) const {
+  std::vector<BlockHandle> find_prefix(std::size_t type_id, const Hashes& hashes,
+                                       std::size_t max_blocks, std::size_t alignment,
+                                       std::size_t begin) const {
+    const std::size_t num_blocks = std::min(max_blocks, hashes.num_blocks());
     std::vector<BlockHandle> found(std::min(begin, num_blocks));
     found.reserve(num_blocks);
     Lookups lookups(*indexes_[type_id], hashes, begin, num_blocks, Lookups<Hashes>::kForward);
@@ -115,17 +116,18 @@ class BlockPool {
     return found;
   }
 
-  // The longest prefix of at most `num_blocks`, a multiple of `alignment`, whose last `length`
-  // blocks (or all, if it is shorter) are cached; null blocks stand for those before.
+  // The longest prefix of at most `max_blocks` blocks, a multiple of `alignment`, whose last
+  // `length` blocks are cached, or all if it is shorter; null blocks stand for those before.
   //
-  // Ends are tried from the right. A miss rules out every end whose last blocks it is among, so
-  // each block is looked up at most once.
+  // Tries ends from the right. A miss rules out every end whose last blocks include it, so each
+  // block is looked up at most once.
   template <typename Hashes>
-  std::vector<BlockHandle> find_last_run(std::size_t type_id, std::size_t num_blocks,
-                                         std::size_t length, std::size_t alignment,
-                                         const Hashes& hashes) const {
+  std::vector<BlockHandle> find_last_run(std::size_t type_id, const Hashes& hashes,
+                                         std::size_t max_blocks, std::size_t length,
+                                         std::size_t alignment) const {
+    const std::size_t num_blocks = std::min(max_blocks, hashes.num_blocks());
     std::vector<BlockHandle> found(num_blocks / alignment * alignment);
-    std::size_t i = found.size();  // the next to be looked up is the one before
+    std::size_t i = found.size();  // the next lookup is the one of the block before
     Lookups lookups(*indexes_[type_id], hashes, 0, i, Lookups<Hashes>::kBackward);
     while (!found.empty()) {
       const std::size_t first = found.size() > length ? found.size() - length : 0;
@@ -142,10 +144,12 @@ class BlockPool {
     return found;
   }
 
-  // Evictions since the last call, as type and hash; recorded only if the pool was asked to.
-  std::vector<std::pair<std::size_t, Digest>> take_evictions() { return std::move(evictions_); }
+  // Type and hash of each block evicted since the last call, if the pool records evictions.
+  std::vector<std::pair<std::size_t, Digest>> take_evictions() {
+    return std::exchange(evictions_, {});
+  }
 
-  // For checks: all blocks that own ids, and the evictable ones, the next to be evicted first.
+  // For checks: the blocks that own ids, and the evictable blocks, the next to be evicted first.
   std::vector<BlockIndex> live_blocks() const;
   std::vector<BlockIndex> evictable_blocks() const;
 
@@ -154,17 +158,17 @@ class BlockPool {
   void uncache(BlockIndex index);
   void make_evictable(BlockIndex index);
   void unmake_evictable(BlockIndex index);
-  // The block's ids become blank, and its place can be used again.
+  // Makes the block's ids blank and its index unused.
   void dissolve(BlockIndex index);
 
   std::vector<TypeShape> types_;
   BlankBlockIds blank_;
   bool records_evictions_;
-  // Reserved for the most that the pool can hold: nothing is moved later, and memory that was
-  // never used costs nothing.
+  // Reserved for the most that the pool can hold, so that nothing ever moves. Memory that was never
+  // touched costs nothing.
   std::vector<Block> blocks_;
   std::vector<std::int32_t> ids_;
-  std::vector<std::vector<BlockIndex>> unused_;  // per type, places of blocks to use again
+  std::vector<std::vector<BlockIndex>> unused_;  // per type, indices to use again
   std::vector<std::unique_ptr<PrefixIndex>> indexes_;
   EvictionOrder evictable_;
   std::size_t num_evictable_ids_ = 0;

@@ -14,18 +14,25 @@ BlockTable::BlockTable(std::shared_ptr<BlockPool> pool, std::int64_t type_id)
 }
 
 BlockTable::~BlockTable() {
-  if (pool_) free();  // a table that was moved from has no pool
+  if (pool_) free();  // none after a move
 }
 
 void BlockTable::throw_cached_already(std::int64_t i) {
-  throw std::invalid_argument("block " + std::to_string(i) + " is in the prefix cache already");
+  throw std::invalid_argument("blocks to cache must not be cached yet, got block " +
+                              std::to_string(i) + ", which is");
 }
 
 void BlockTable::check_range(std::int64_t begin, std::int64_t end) const {
   if (begin < 0 || begin > end || static_cast<std::size_t>(end) > size()) {
-    throw std::invalid_argument("blocks " + std::to_string(begin) + " to " + std::to_string(end) +
-                                " are not all in the block table, which holds " +
-                                std::to_string(size()));
+    throw std::invalid_argument("a range of blocks must be within 0 to " + std::to_string(size()) +
+                                ", got " + std::to_string(begin) + " to " + std::to_string(end));
+  }
+}
+
+void BlockTable::check_num_hashes(std::size_t num_hashes, std::int64_t end) {
+  if (num_hashes < static_cast<std::size_t>(end)) {
+    throw std::invalid_argument("block_hashes must cover " + std::to_string(end) +
+                                " blocks, got hashes for " + std::to_string(num_hashes));
   }
 }
 
@@ -36,7 +43,10 @@ void BlockTable::grow(std::size_t num_null, std::size_t num_real) {
 }
 
 void BlockTable::check_adoptable(const BlockList& hit) const {
-  if (!blocks_.empty()) throw std::invalid_argument("the request already holds KV cache blocks");
+  if (!blocks_.empty()) {
+    throw std::invalid_argument("a block table must be empty to adopt a hit, got one of " +
+                                std::to_string(blocks_.size()) + " blocks");
+  }
   for (const BlockHandle& handle : hit.blocks) pool_->checked(handle);
 }
 
@@ -94,8 +104,7 @@ std::vector<BlockHandle> BlockTable::handles(std::int64_t begin, std::int64_t en
 std::int64_t BlockTable::num_cached_tokens() const {
   std::size_t end = size();
   while (end > 0 && !pool_->block(blocks_[end - 1]).is_cached()) --end;
-  return static_cast<std::int64_t>(end) *
-         pool_->shape(static_cast<std::int64_t>(type_id_)).block_size;
+  return static_cast<std::int64_t>(end) * shape().block_size;
 }
 
 }  // namespace hybrid_kv

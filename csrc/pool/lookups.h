@@ -9,11 +9,10 @@
 
 namespace hybrid_kv {
 
-// Looks up one hash after the other: `hashes(i)` for each i from `begin` to before `end`, or
-// backward.
+// Looks up the hashes `hashes(i)` one after the other, for i in [begin, end), forward or backward.
 //
-// Hashes, slots of the index and blocks lie anywhere in memory, so each is loaded in turn some
-// lookups before it is read: the hash, then, with it, the slot, then, with that, the block.
+// Hashes, slots of the index and blocks lie anywhere in memory. A pipeline prefetches each some
+// lookups before it is read: first the hash, then its slot, then the slot's block.
 template <typename Hashes>
 class Lookups {
  public:
@@ -31,7 +30,7 @@ class Lookups {
     for (std::size_t n = 0; n < kStage; ++n) load_block(n);
   }
 
-  // The block with the next hash, or the null block; at most once for each.
+  // The block with the next hash, or the null block. To be called at most once per hash.
   BlockIndex next() {
     const std::size_t n = num_done_++;
     const BlockIndex found = index_.find(digests_[n % kRing]);

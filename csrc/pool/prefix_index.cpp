@@ -9,7 +9,7 @@ PrefixIndex::PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks) : b
   std::size_t num_slots = 8;
   while (num_slots < 2 * max_blocks) num_slots *= 2;
   mask_ = num_slots - 1;
-  // Not a vector: the system hands out zeroed pages only when they are first touched.
+  // Not a vector: calloc's zeroed pages cost nothing until they are touched.
   slots_.reset(static_cast<Slot*>(std::calloc(num_slots, sizeof(Slot))));
   if (!slots_) throw std::bad_alloc();
 }
@@ -22,7 +22,7 @@ void PrefixIndex::insert(BlockIndex index) {
     block.previous_same = block.next_same = index;
     return;
   }
-  // Last in the ring, which is before the first.
+  // At the end of the ring, which is just before its first block.
   Block& first = at(slot.block);
   block.previous_same = first.previous_same;
   block.next_same = slot.block;
@@ -42,8 +42,8 @@ void PrefixIndex::remove(BlockIndex index) {
   if (slots_[slot].block == index) slots_[slot].block = block.next_same;
 }
 
-// Closes the gap: each later entry of the run moves back as far as its own first slot allows, so
-// that no search ever stops at a gap before what it looks for.
+// Closes the gap: each later entry of the run moves back as far as its home slot allows, so that no
+// search stops at a gap before the entry that it looks for.
 void PrefixIndex::erase(std::size_t gap) {
   for (std::size_t slot = next(gap); slots_[slot].block != kNullBlock; slot = next(slot)) {
     const std::size_t home = slots_[slot].hash & mask_;

@@ -13,21 +13,21 @@ namespace hybrid_kv {
 
 // The cached blocks of one attention type by block hash.
 //
-// Several blocks may carry the same hash: requests that compute the same prefix at the same time
-// each keep their own block, because a block id that a request has been given never changes. The
-// oldest one answers lookups; the others take over in order when it is evicted.
+// Several blocks may have the same hash: requests that compute the same prefix at the same time
+// keep their own blocks, because the block ids of a request never change. Lookups return the oldest
+// of them, and the next oldest once that one is evicted.
 //
-// A hash table with linear probing, at most half full, sized once for the whole pool: it never has
-// to be rebuilt, and memory that was never touched costs nothing.
+// A hash table with linear probing. It is sized once for the whole pool and at most half full, so
+// it is never rebuilt, and memory that was never touched costs nothing.
 class PrefixIndex {
  public:
-  // `blocks` outlives the index and holds the digests. Never more than `max_blocks` are entered.
+  // `blocks` holds the digests and must outlive the index. At most `max_blocks` may be in it.
   PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks);
 
   // The oldest block with the digest; kNullBlock if there is none.
   BlockIndex find(const Digest& digest) const { return slots_[locate(digest)].block; }
 
-  // Starts to load what find() will read first, and, once that is there, what it will read then.
+  // Prefetch what find() reads first, and what it reads next once the first has arrived.
   void prefetch_slot(const Digest& digest) const {
     __builtin_prefetch(&slots_[digest.hash() & mask_]);
   }
@@ -36,10 +36,10 @@ class PrefixIndex {
   }
 
   void insert(BlockIndex index);
-  // `index` must be entered.
+  // `index` must be in it.
   void remove(BlockIndex index);
 
-  // Every block that is entered, for checks.
+  // All blocks in it, for checks.
   std::vector<BlockIndex> all() const;
 
  private:
@@ -54,7 +54,7 @@ class PrefixIndex {
   Block& at(BlockIndex index) const { return blocks_[static_cast<std::size_t>(index)]; }
   const Digest& digest(BlockIndex index) const { return at(index).digest; }
   std::size_t next(std::size_t slot) const { return (slot + 1) & mask_; }
-  // The slot of the digest's oldest block, or the empty one where it would go.
+  // The slot of the digest's oldest block, or the empty slot for a new one.
   std::size_t locate(const Digest& wanted) const {
     const std::uint32_t hash = wanted.hash();
     std::size_t slot = hash & mask_;

@@ -10,7 +10,7 @@
 namespace hybrid_kv {
 namespace {
 
-// No sequence has more blocks; up to here no number of physical ids of a type overflows.
+// More blocks than any sequence has; their number of physical ids fits in 64 bits.
 constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::uint32_t>::max();
 
 std::int64_t checked_blocks(const char* name, std::int64_t value) {
@@ -28,21 +28,20 @@ void check_at_least_0(const char* name, std::int64_t value) {
   }
 }
 
-// The new blocks of a table that has `num_there`: null blocks first, then real ones.
+// The new blocks of a table: null blocks, then real ones.
 struct NewBlocks {
   std::size_t num_null;
   std::size_t num_real;
 };
 
-NewBlocks new_blocks(const Target& target, std::size_t num_there) {
+NewBlocks new_blocks(const Target& target, std::size_t num_held) {
   const std::int64_t num_new =
-      std::max<std::int64_t>(target.num_blocks - static_cast<std::int64_t>(num_there), 0);
+      std::max<std::int64_t>(target.num_blocks - static_cast<std::int64_t>(num_held), 0);
   const std::int64_t num_real = std::min(num_new, target.num_written);
   return {static_cast<std::size_t>(num_new - num_real), static_cast<std::size_t>(num_real)};
 }
 
-// Adds the physical ids of `num_blocks` blocks; stays at the largest number, more than any pool
-// has.
+// Adds the physical ids of `num_blocks` blocks. Saturates, at more than any pool has.
 void add_ids(std::int64_t& num_ids, std::size_t num_blocks, std::size_t num_groups) {
   const auto more = static_cast<std::int64_t>(num_blocks * num_groups);
   if (__builtin_add_overflow(num_ids, more, &num_ids)) {
@@ -63,7 +62,7 @@ PrefixHits::PrefixHits(const BlockPool& pool, const std::vector<const BlockList*
   hits_.reserve(lists.size());
   for (std::size_t i = 0; i < lists.size(); ++i) {
     if (lists[i]->pool.get() != &pool) {
-      throw std::invalid_argument("hits must be of this pool, got one of another pool");
+      throw std::invalid_argument("hits must be of this pool, got another pool's");
     }
     const std::int64_t skipped = checked_blocks("num_skipped", num_skipped[i]);
     hits_.push_back({lists[i], static_cast<std::size_t>(skipped)});
@@ -89,7 +88,7 @@ RequestTables::RequestTables(const std::shared_ptr<BlockPool>& pool,
   const BlockTable* previous = nullptr;
   for (const BlockTable* table : tables_) {
     if (table->pool() != pool_) {
-      throw std::invalid_argument("block tables must be of this pool, got one of another pool");
+      throw std::invalid_argument("block tables must be of this pool, got another pool's");
     }
     if (previous != nullptr && table->type_id() <= previous->type_id()) {
       throw std::invalid_argument("block tables must be in ascending order of type_id, got " +
@@ -118,7 +117,7 @@ void RequestTables::check_types(const PrefixHits& hits) const {
     same = hits[i].list->type_id == tables_[i]->type_id();
   }
   if (!same) {
-    throw std::invalid_argument("hits must be of the types of the block tables, got others");
+    throw std::invalid_argument("hits must be of the same types as the block tables, got others");
   }
 }
 
@@ -147,7 +146,7 @@ std::optional<std::vector<BlockList>> RequestTables::allocate(const std::vector<
                                                               std::int64_t num_kept) {
   check_targets(targets);
   check_at_least_0("num_kept", num_kept);
-  // For all types before any takes: what one takes must not be missing for the next.
+  // Count for all types before any takes blocks: they take from the same pool.
   std::int64_t num_ids = 0;
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     const NewBlocks added = new_blocks(targets[i], tables_[i]->size());

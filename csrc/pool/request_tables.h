@@ -7,20 +7,21 @@
 #include <optional>
 #include <vector>
 
+#include "pool/block_list.h"
 #include "pool/block_pool.h"
 #include "pool/block_table.h"
 
 namespace hybrid_kv {
 
-// What a step needs of one block table. The last `num_written` of the new blocks are real; null
-// blocks stand for the new ones before them. More than there are new blocks means all.
+// What a step needs of one block table. Of the new blocks, the last `num_written` are real and null
+// blocks stand for the others. A `num_written` above the number of new blocks means all of them.
 struct Target {
   std::int64_t num_blocks;  // length of the table after the step
   std::int64_t num_written;
 };
 
-// A prefix hit of one request: per attention type its blocks, of which the first `num_skipped` are
-// not needed. The lists must outlive it.
+// A prefix hit of one request: the blocks of each attention type, of which the first `num_skipped`
+// are not needed. The lists and the pool must outlive it.
 class PrefixHits {
  public:
   struct Hit {
@@ -28,16 +29,16 @@ class PrefixHits {
     std::size_t num_skipped;
   };
 
-  // Throws std::invalid_argument for a list of another pool, unless there is one count per list, or
-  // for a count that is not from 0 to 2^32 - 1.
+  // Throws std::invalid_argument unless the lists are of this pool, with one count of 0 to 2^32 - 1
+  // each.
   PrefixHits(const BlockPool& pool, const std::vector<const BlockList*>& lists,
              const std::vector<std::int64_t>& num_skipped);
 
   std::size_t size() const { return hits_.size(); }
   const Hit& operator[](std::size_t i) const { return hits_[i]; }
 
-  // Physical ids of the needed blocks that count as free until the hit is adopted. Throws
-  // std::invalid_argument if a needed block was evicted since the lookup.
+  // Physical ids of the needed blocks that nothing references: free until the hit is adopted.
+  // Throws std::invalid_argument if a needed block is stale.
   std::int64_t count_evictable_ids() const;
 
  private:
@@ -45,26 +46,26 @@ class PrefixHits {
   std::vector<Hit> hits_;
 };
 
-// The block tables of one request: each operation is for all of them, or changes nothing.
+// The block tables of one request. An operation is for all of them, or changes nothing.
 class RequestTables {
  public:
-  // Throws std::invalid_argument unless the tables are the pool's, in ascending order of their
-  // types. The pool and the tables must outlive it.
+  // Throws std::invalid_argument unless the tables are of this pool and in ascending order of type.
+  // The tables and the pool must outlive it.
   RequestTables(const std::shared_ptr<BlockPool>& pool, std::vector<BlockTable*> tables);
 
-  // Physical ids that are missing for the targets once the hits are adopted. Throws
-  // std::invalid_argument for targets as allocate() does, and for hits of other types.
+  // Physical ids that allocate() takes for the targets after the hits were adopted. Throws
+  // std::invalid_argument for bad targets, as allocate(), and for hits of other types.
   std::int64_t num_missing_ids(const std::vector<Target>& targets, const PrefixHits& hits) const;
 
   // Starts the tables with a prefix hit and references its needed blocks; null blocks stand for the
-  // others. Throws std::invalid_argument, with nothing changed, if a table is not empty, a block
-  // was evicted since the lookup, or the hits are of other types.
+  // others. Throws std::invalid_argument, with nothing changed, if a table is not empty, a block of
+  // the hit is stale, or the hits are of other types.
   void adopt(const PrefixHits& hits);
 
-  // Appends the blocks that are missing for the targets; returns the new ones, one list per table.
-  // Nothing, and no change, if fewer than `num_kept` physical ids would stay free. Throws
-  // std::invalid_argument unless there is one target per table, num_blocks is from 0 to 2^32 - 1,
-  // and num_written and num_kept are at least 0.
+  // Appends the missing blocks. Returns the new ones, one list per table; nullopt, with nothing
+  // changed, if fewer than `num_kept` physical ids would stay free. Throws std::invalid_argument
+  // unless there is one target per table, num_blocks is from 0 to 2^32 - 1, and num_written and
+  // num_kept are at least 0.
   std::optional<std::vector<BlockList>> allocate(const std::vector<Target>& targets,
                                                  std::int64_t num_kept);
 

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "pool/block_list.h"
+#include "pool/block_table.h"
 #include "pool/request_tables.h"
 #include "python/blocks.h"
 
@@ -14,85 +19,68 @@ namespace nb = nanobind;
 namespace hybrid_kv {
 namespace {
 
-// What Python holds: tables, lists and views keep the pool alive.
+// A conversion to C++ may run Python code (an __index__), and so may the creation of a Python
+// object (a garbage collection). That code may change any table. So each function here converts all
+// of its arguments, then calls the core once, and only then creates Python objects.
+
+// Tables, lists and views share the pool: it lives as long as any of them.
 struct PyPool {
   std::shared_ptr<BlockPool> pool;
 };
 
-nb::object to_views(const std::shared_ptr<BlockPool>& pool,
-                    const std::vector<BlockIndex>& indices) {
-  nb::list views;
-  for (const BlockIndex index : indices) {
-    views.append(BlockView{pool, pool->block(index).type_id, pool->handle(index)});
-  }
-  return views;
-}
+// Conversions of arguments
 
-std::size_t to_type(const BlockPool& pool, nb::handle type_id) {
+std::size_t to_type(const PyPool& self, nb::handle type_id) {
   const std::int64_t number = to_int64(type_id);
-  pool.shape(number);
+  self.pool->shape(number);
   return static_cast<std::size_t>(number);
 }
 
-void init_pool(PyPool* self, nb::handle num_blocks, nb::handle types, bool records_evictions) {
-  std::vector<TypeShape> shapes;
-  for (nb::handle type : nb::iter(types)) {
-    const std::vector<std::int64_t> shape = to_ids(type);
-    if (shape.size() != 3) {
-      throw std::invalid_argument(
-          "an attention type must be num_groups, block_size and hashes_per_block, got " +
-          std::to_string(shape.size()) + " numbers");
-    }
-    shapes.push_back({shape[0], shape[1], shape[2]});
-  }
-  new (self) PyPool{
-      std::make_shared<BlockPool>(to_int64(num_blocks), std::move(shapes), records_evictions)};
+HashList to_hashes(const PyPool& self, std::size_t type_id, nb::handle block_hashes) {
+  return HashList(block_hashes, self.pool->shape(static_cast<std::int64_t>(type_id)));
 }
 
-// Below, every argument is converted first: a conversion may run Python code (an __index__), which
-// may change any table. Then the core counts and takes in one go, and only then Python objects are
-// made: that may run Python code, too (a garbage collection).
-
-// The objects in a tuple, which keeps them alive meanwhile.
+// The objects in a tuple, which keeps them alive.
 template <typename T>
-std::vector<T*> to_pointers(nb::handle objects, const char* error) {
-  if (!PyTuple_Check(objects.ptr())) throw nb::type_error(error);
+std::vector<T*> to_pointers(const char* rule, nb::handle objects) {
+  if (!PyTuple_Check(objects.ptr())) throw_type_error(rule, objects);
   std::vector<T*> found;
   found.reserve(static_cast<std::size_t>(PyTuple_GET_SIZE(objects.ptr())));
   for (nb::handle item : nb::borrow<nb::tuple>(objects)) {
     T* object = nullptr;
-    if (!nb::try_cast(item, object, false) || object == nullptr) throw nb::type_error(error);
+    if (!nb::try_cast(item, object, false) || object == nullptr) {
+      const std::string found_type = Py_TYPE(item.ptr())->tp_name;
+      throw nb::type_error((rule + (", got a tuple with an item of type " + found_type)).c_str());
+    }
     found.push_back(object);
   }
   return found;
 }
 
 std::vector<BlockTable*> to_tables(nb::handle tables) {
-  return to_pointers<BlockTable>(tables, "block tables must be a tuple of BlockTable");
+  return to_pointers<BlockTable>("tables must be a tuple of BlockTable", tables);
 }
 
 std::vector<const BlockList*> to_lists(nb::handle hits) {
-  return to_pointers<const BlockList>(hits, "hits must be a tuple of BlockList");
+  return to_pointers<const BlockList>("hits must be a tuple of BlockList", hits);
 }
 
-// A tuple or list as it is, any other iterable as a list.
-nb::object to_sequence(nb::handle value, const char* error) {
-  return checked(PySequence_Fast(value.ptr(), error));
+std::vector<std::int64_t> to_num_skipped(nb::handle num_skipped) {
+  return to_int64s("num_skipped must be a sequence of ints", num_skipped);
 }
 
 std::vector<Target> to_targets(nb::handle targets) {
-  const char* error = "targets must be a sequence of pairs of num_blocks and num_written";
-  const nb::object pairs = to_sequence(targets, error);
+  const char* rule = "targets must be a sequence of pairs (num_blocks, num_written)";
+  const nb::object pairs = to_sequence(rule, targets);
   std::vector<Target> found;
   found.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(pairs.ptr())));
-  // Sizes are read each time, and items are held: an __index__ could change a list.
+  // Reads the size in each round, and holds the items: an __index__ could change a list.
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs.ptr()); ++i) {
     const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(pairs.ptr(), i));
-    const nb::object pair = to_sequence(item, error);
+    const nb::object pair = to_sequence(rule, item);
     if (PySequence_Fast_GET_SIZE(pair.ptr()) != 2) {
-      throw std::invalid_argument("a target must be num_blocks and num_written, got " +
-                                  std::to_string(PySequence_Fast_GET_SIZE(pair.ptr())) +
-                                  " numbers");
+      throw std::invalid_argument("a target must be a pair (num_blocks, num_written), got " +
+                                  std::to_string(PySequence_Fast_GET_SIZE(pair.ptr())) + " items");
     }
     const nb::object num_blocks = nb::borrow(PySequence_Fast_GET_ITEM(pair.ptr(), 0));
     const nb::object num_written = nb::borrow(PySequence_Fast_GET_ITEM(pair.ptr(), 1));
@@ -102,184 +90,192 @@ std::vector<Target> to_targets(nb::handle targets) {
   return found;
 }
 
+// Conversions of results
+
+template <typename T>
+nb::object to_tuple(std::vector<T> items) {
+  nb::object tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(items.size())));
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i),
+                     nb::cast(std::move(items[i])).release().ptr());
+  }
+  return tuple;
+}
+
+template <typename T>
+nb::object to_list(std::vector<T> items) {
+  nb::list list;
+  for (T& item : items) list.append(std::move(item));
+  return list;
+}
+
+nb::object to_views(const PyPool& self, const std::vector<BlockIndex>& indices) {
+  std::vector<BlockView> views;
+  views.reserve(indices.size());
+  for (const BlockIndex index : indices) {
+    views.push_back({self.pool, self.pool->block(index).type_id, self.pool->handle(index)});
+  }
+  return to_list(std::move(views));
+}
+
+// BlockPool
+
+void init(PyPool* self, nb::handle num_blocks, nb::handle types, bool records_evictions) {
+  const std::int64_t blocks = to_int64(num_blocks);
+  const char* rule = "types must be a sequence of (num_groups, block_size, hashes_per_block)";
+  std::vector<TypeShape> shapes;
+  for (nb::handle type : nb::iter(to_sequence(rule, types))) {
+    const std::vector<std::int64_t> shape = to_int64s(rule, type);
+    if (shape.size() != 3) {
+      throw std::invalid_argument(
+          "a type must be (num_groups, block_size, hashes_per_block), got " +
+          std::to_string(shape.size()) + " items");
+    }
+    shapes.push_back({shape[0], shape[1], shape[2]});
+  }
+  new (self) PyPool{std::make_shared<BlockPool>(blocks, std::move(shapes), records_evictions)};
+}
+
+BlockTable new_table(const PyPool& self, nb::handle type_id) {
+  return BlockTable(self.pool, to_int64(type_id));
+}
+
+nb::object new_tables(const PyPool& self) {
+  std::vector<BlockTable> tables;
+  tables.reserve(self.pool->num_types());
+  for (std::size_t i = 0; i < self.pool->num_types(); ++i) {
+    tables.emplace_back(self.pool, static_cast<std::int64_t>(i));
+  }
+  return to_tuple(std::move(tables));
+}
+
+BlockList new_list(const PyPool& self, nb::handle type_id) {
+  return {self.pool, to_type(self, type_id), {}};
+}
+
+BlockList find_prefix(const PyPool& self, nb::handle type_id, nb::handle block_hashes,
+                      nb::handle max_blocks, nb::handle alignment, nb::handle begin) {
+  const std::size_t type = to_type(self, type_id);
+  const std::size_t most = to_count("max_blocks", max_blocks, 0);
+  const std::size_t unit = to_count("alignment", alignment, 1);
+  const std::size_t first = to_count("begin", begin, 0);
+  const HashList hashes = to_hashes(self, type, block_hashes);
+  return {self.pool, type, self.pool->find_prefix(type, hashes, most, unit, first)};
+}
+
+BlockList find_last_run(const PyPool& self, nb::handle type_id, nb::handle block_hashes,
+                        nb::handle max_blocks, nb::handle length, nb::handle alignment) {
+  const std::size_t type = to_type(self, type_id);
+  const std::size_t most = to_count("max_blocks", max_blocks, 0);
+  const std::size_t num_last = to_count("length", length, 1);
+  const std::size_t unit = to_count("alignment", alignment, 1);
+  const HashList hashes = to_hashes(self, type, block_hashes);
+  return {self.pool, type, self.pool->find_last_run(type, hashes, most, num_last, unit)};
+}
+
 std::int64_t count_evictable_ids(const PyPool& self, nb::handle hits, nb::handle num_skipped) {
   const std::vector<const BlockList*> lists = to_lists(hits);
-  return PrefixHits(*self.pool, lists, to_ids(num_skipped)).count_evictable_ids();
+  const std::vector<std::int64_t> skipped = to_num_skipped(num_skipped);
+  return PrefixHits(*self.pool, lists, skipped).count_evictable_ids();
 }
 
 std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle targets,
                              nb::handle hits, nb::handle num_skipped) {
-  std::vector<BlockTable*> found = to_tables(tables);
-  const std::vector<const BlockList*> lists = to_lists(hits);
+  std::vector<BlockTable*> all = to_tables(tables);
   const std::vector<Target> wanted = to_targets(targets);
-  const PrefixHits adopted(*self.pool, lists, to_ids(num_skipped));
-  return RequestTables(self.pool, std::move(found)).num_missing_ids(wanted, adopted);
+  const std::vector<const BlockList*> lists = to_lists(hits);
+  const std::vector<std::int64_t> skipped = to_num_skipped(num_skipped);
+  return RequestTables(self.pool, std::move(all))
+      .num_missing_ids(wanted, PrefixHits(*self.pool, lists, skipped));
 }
 
 void adopt(const PyPool& self, nb::handle tables, nb::handle hits, nb::handle num_skipped) {
-  std::vector<BlockTable*> found = to_tables(tables);
+  std::vector<BlockTable*> all = to_tables(tables);
   const std::vector<const BlockList*> lists = to_lists(hits);
-  const PrefixHits adopted(*self.pool, lists, to_ids(num_skipped));
-  RequestTables(self.pool, std::move(found)).adopt(adopted);
+  const std::vector<std::int64_t> skipped = to_num_skipped(num_skipped);
+  RequestTables(self.pool, std::move(all)).adopt(PrefixHits(*self.pool, lists, skipped));
 }
 
 nb::object allocate(const PyPool& self, nb::handle tables, nb::handle targets,
                     nb::handle num_kept) {
-  std::vector<BlockTable*> found = to_tables(tables);
+  std::vector<BlockTable*> all = to_tables(tables);
   const std::vector<Target> wanted = to_targets(targets);
   const std::int64_t kept = to_int64(num_kept);
-  auto added = RequestTables(self.pool, std::move(found)).allocate(wanted, kept);
-  if (!added) return nb::none();
-  nb::object lists = checked(PyTuple_New(static_cast<Py_ssize_t>(added->size())));
-  for (std::size_t i = 0; i < added->size(); ++i) {
-    PyTuple_SET_ITEM(lists.ptr(), static_cast<Py_ssize_t>(i),
-                     nb::cast(std::move((*added)[i])).release().ptr());
+  std::optional<std::vector<BlockList>> added =
+      RequestTables(self.pool, std::move(all)).allocate(wanted, kept);
+  return added ? to_tuple(std::move(*added)) : nb::none();
+}
+
+void release_detached(const PyPool& self, const BlockView& block) {
+  if (block.pool != self.pool) {
+    throw std::invalid_argument("block must be of this pool, got another pool's");
   }
-  return lists;
+  self.pool->release_detached(block.handle);
+}
+
+void evict(const PyPool& self, nb::handle block_ids) {
+  self.pool->evict(to_int64s("block_ids must be a sequence of ints", block_ids));
+}
+
+nb::object take_evictions(const PyPool& self) {
+  nb::list evictions;
+  for (const auto& [type_id, digest] : self.pool->take_evictions()) {
+    evictions.append(nb::make_tuple(type_id, to_bytes(digest)));
+  }
+  return evictions;
+}
+
+nb::object find(const PyPool& self, nb::handle type_id, nb::handle block_hash) {
+  const std::size_t type = to_type(self, type_id);
+  const BlockIndex index = self.pool->index(type).find(to_digest(block_hash.ptr()));
+  if (index == kNullBlock) return nb::none();
+  return nb::cast(BlockView{self.pool, type, self.pool->handle(index)});
+}
+
+nb::object cached_blocks(const PyPool& self, nb::handle type_id) {
+  return to_views(self, self.pool->index(to_type(self, type_id)).all());
+}
+
+nb::object blank_ids(const PyPool& self) {
+  std::vector<std::int32_t> ids(self.pool->blank().size());
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = self.pool->blank().peek(i);
+  return to_list(std::move(ids));
 }
 
 }  // namespace
 
 void bind_block_pool(nb::module_& m) {
-  nb::class_<PyPool>(m, "BlockPool",
-                     "The physical KV cache blocks, and the grouped blocks made of them.")
-      .def("__init__", &init_pool, nb::arg("num_blocks"), nb::arg("types"),
+  nb::class_<PyPool>(m, "BlockPool")
+      .def("__init__", &init, nb::arg("num_blocks"), nb::arg("types"),
            nb::arg("records_evictions") = false)
-      .def(
-          "new_table",
-          [](const PyPool& self, nb::handle type_id) {
-            return BlockTable(self.pool, to_int64(type_id));
-          },
-          nb::arg("type_id"), "An empty block table for a request.")
-      .def(
-          "new_tables",
-          [](const PyPool& self) {
-            const std::size_t num_types = self.pool->num_types();
-            nb::object tables = checked(PyTuple_New(static_cast<Py_ssize_t>(num_types)));
-            for (std::size_t i = 0; i < num_types; ++i) {
-              BlockTable table(self.pool, static_cast<std::int64_t>(i));
-              PyTuple_SET_ITEM(tables.ptr(), static_cast<Py_ssize_t>(i),
-                               nb::cast(std::move(table)).release().ptr());
-            }
-            return tables;
-          },
-          "Empty block tables for a request, one per attention type.")
-      .def(
-          "new_list",
-          [](const PyPool& self, nb::handle type_id) {
-            return BlockList{self.pool, to_type(*self.pool, type_id), {}};
-          },
-          nb::arg("type_id"), "No blocks.")
-      .def(
-          "find_prefix",
-          [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
-             nb::handle alignment, nb::handle begin) {
-            const std::size_t type = to_type(*self.pool, type_id);
-            const std::size_t most = to_count("max_blocks", max_blocks, 0);
-            const std::size_t unit = to_count("alignment", alignment, 1);
-            const std::size_t first = to_count("begin", begin, 0);
-            const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
-            const std::size_t n = std::min(most, hashes.num_blocks());
-            return BlockList{self.pool, type, self.pool->find_prefix(type, n, unit, first, hashes)};
-          },
-          nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"),
-          nb::arg("alignment") = 1, nb::arg("begin") = 0,
-          "The blocks of the longest prefix, of at most `max_blocks` and a multiple of "
-          "`alignment`,\n"
-          "that are all cached from index `begin` on; null blocks stand for those before.")
-      .def(
-          "find_last_run",
-          [](const PyPool& self, nb::handle type_id, nb::handle block_hashes, nb::handle max_blocks,
-             nb::handle length, nb::handle alignment) {
-            const std::size_t type = to_type(*self.pool, type_id);
-            const std::size_t most = to_count("max_blocks", max_blocks, 0);
-            const std::size_t run_length = to_count("length", length, 1);
-            const std::size_t unit = to_count("alignment", alignment, 1);
-            const HashList hashes(block_hashes, self.pool->shape(static_cast<std::int64_t>(type)));
-            const std::size_t n = std::min(most, hashes.num_blocks());
-            return BlockList{self.pool, type,
-                             self.pool->find_last_run(type, n, run_length, unit, hashes)};
-          },
-          nb::arg("type_id"), nb::arg("block_hashes"), nb::arg("max_blocks"), nb::arg("length"),
-          nb::arg("alignment"),
-          "The longest prefix, of at most `max_blocks` and a multiple of `alignment`, whose last\n"
-          "`length` blocks are cached; null blocks stand for those before.")
-      .def("count_evictable_ids", &count_evictable_ids, nb::arg("hits"), nb::arg("num_skipped"),
-           "Physical ids of a hit that nobody references, without the skipped blocks of each type.")
-      .def("num_missing_ids", &num_missing_ids, nb::arg("tables"), nb::arg("targets"),
-           nb::arg("hits"), nb::arg("num_skipped"),
-           "Physical ids that tables need, after adopting hits, to reach their targets.")
-      .def("adopt", &adopt, nb::arg("tables"), nb::arg("hits"), nb::arg("num_skipped"),
-           "Start a request's tables with a prefix hit; nothing changes if one type refuses.")
-      .def("allocate", &allocate, nb::arg("tables"), nb::arg("targets"), nb::arg("num_kept") = 0,
-           "Append the blocks that are missing; returns the new ones, a list per table. None, and "
-           "no\n"
-           "change, if fewer than `num_kept` physical ids would stay free.")
-      .def(
-          "get_num_free_blocks", [](const PyPool& self) { return self.pool->num_free(); },
-          "Number of physical ids that can be allocated: blank and evictable ones.")
       .def_prop_ro("num_evictable_ids",
                    [](const PyPool& self) { return self.pool->num_evictable_ids(); })
-      .def_prop_ro(
-          "num_evicted_ids", [](const PyPool& self) { return self.pool->num_evicted_ids(); },
-          "Physical ids evicted from the prefix cache since start-up.")
-      .def(
-          "release_detached",
-          [](const PyPool& self, const BlockView& block) {
-            if (block.pool != self.pool)
-              throw std::invalid_argument("the block is of another pool");
-            self.pool->release_detached(block.handle);
-          },
-          nb::arg("block"), "Drop one reference, which `BlockTable.detach` handed out.")
-      .def(
-          "evict", [](const PyPool& self, nb::handle ids) { self.pool->evict(to_ids(ids)); },
-          nb::arg("block_ids"), "Take the blocks that hold one of the ids out of the prefix cache.")
-      .def(
-          "clear_cache", [](const PyPool& self) { self.pool->clear_cache(); },
-          "Empty the prefix cache.")
-      .def(
-          "take_evictions",
-          [](const PyPool& self) {
-            nb::list evictions;
-            for (const auto& [type_id, digest] : self.pool->take_evictions()) {
-              evictions.append(nb::make_tuple(type_id, to_bytes(digest)));
-            }
-            return evictions;
-          },
-          "Types and hashes of the blocks evicted since the last call, if they are recorded.")
-      .def(
-          "find",
-          [](const PyPool& self, nb::handle type_id, nb::handle block_hash) -> nb::object {
-            const std::size_t type = to_type(*self.pool, type_id);
-            const BlockIndex index = self.pool->index(type).find(to_digest(block_hash.ptr()));
-            if (index == kNullBlock) return nb::none();
-            return nb::cast(BlockView{self.pool, type, self.pool->handle(index)});
-          },
-          nb::arg("type_id"), nb::arg("block_hash"), "The cached block with a hash, or None.")
-      .def(
-          "cached_blocks",
-          [](const PyPool& self, nb::handle type_id) {
-            return to_views(self.pool, self.pool->index(to_type(*self.pool, type_id)).all());
-          },
-          nb::arg("type_id"), "All blocks in a type's prefix index, for checks.")
-      .def(
-          "live_blocks",
-          [](const PyPool& self) { return to_views(self.pool, self.pool->live_blocks()); },
-          "All blocks that own physical ids, for checks.")
-      .def(
-          "evictable_blocks",
-          [](const PyPool& self) { return to_views(self.pool, self.pool->evictable_blocks()); },
-          "The evictable blocks, the next to be evicted first, for checks.")
-      .def(
-          "blank_ids",
-          [](const PyPool& self) {
-            nb::list ids;
-            for (std::size_t i = 0; i < self.pool->blank().size(); ++i) {
-              ids.append(self.pool->blank().peek(i));
-            }
-            return ids;
-          },
-          "The ids that hold nothing reusable, the next to be taken first, for checks.");
+      .def_prop_ro("num_evicted_ids",
+                   [](const PyPool& self) { return self.pool->num_evicted_ids(); })
+      .def("new_table", &new_table, nb::arg("type_id"))
+      .def("new_tables", &new_tables)
+      .def("new_list", &new_list, nb::arg("type_id"))
+      .def("get_num_free_blocks", [](const PyPool& self) { return self.pool->num_free(); })
+      .def("count_evictable_ids", &count_evictable_ids, nb::arg("hits"), nb::arg("num_skipped"))
+      .def("num_missing_ids", &num_missing_ids, nb::arg("tables"), nb::arg("targets"),
+           nb::arg("hits"), nb::arg("num_skipped"))
+      .def("adopt", &adopt, nb::arg("tables"), nb::arg("hits"), nb::arg("num_skipped"))
+      .def("allocate", &allocate, nb::arg("tables"), nb::arg("targets"), nb::arg("num_kept") = 0)
+      .def("find_prefix", &find_prefix, nb::arg("type_id"), nb::arg("block_hashes"),
+           nb::arg("max_blocks"), nb::arg("alignment") = 1, nb::arg("begin") = 0)
+      .def("find_last_run", &find_last_run, nb::arg("type_id"), nb::arg("block_hashes"),
+           nb::arg("max_blocks"), nb::arg("length"), nb::arg("alignment"))
+      .def("release_detached", &release_detached, nb::arg("block"))
+      .def("evict", &evict, nb::arg("block_ids"))
+      .def("clear_cache", [](const PyPool& self) { self.pool->clear_cache(); })
+      .def("take_evictions", &take_evictions)
+      .def("find", &find, nb::arg("type_id"), nb::arg("block_hash"))
+      .def("cached_blocks", &cached_blocks, nb::arg("type_id"))
+      .def("live_blocks",
+           [](const PyPool& self) { return to_views(self, self.pool->live_blocks()); })
+      .def("evictable_blocks",
+           [](const PyPool& self) { return to_views(self, self.pool->evictable_blocks()); })
+      .def("blank_ids", &blank_ids);
 }
 
 }  // namespace hybrid_kv

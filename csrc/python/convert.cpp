@@ -2,13 +2,22 @@
 #include "python/convert.h"
 
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 namespace nb = nanobind;
 
 namespace hybrid_kv {
+namespace {
+
+std::string type_error_text(const char* rule, nb::handle value) {
+  return std::string(rule) + ", got " + Py_TYPE(value.ptr())->tp_name;
+}
+
+}  // namespace
 
 std::int64_t to_int64(nb::handle value) {
-  // An int subclass, too: its __index__ is never called.
+  // Includes subclasses of int, whose __index__ Python does not call either.
   if (!PyLong_Check(value.ptr())) return to_int64(checked(PyNumber_Index(value.ptr())));
   int overflow = 0;
   const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
@@ -17,18 +26,34 @@ std::int64_t to_int64(nb::handle value) {
   return number;
 }
 
-std::vector<std::int64_t> to_ids(nb::handle sequence) {
-  const nb::object fast =
-      nb::steal(PySequence_Fast(sequence.ptr(), "block ids must be a sequence"));
-  if (!fast.is_valid()) throw nb::python_error();
-  std::vector<std::int64_t> ids;
-  ids.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())));
-  // The size is read each time: an __index__ written in Python could shorten the list.
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr()); ++i) {
-    const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(fast.ptr(), i));
-    ids.push_back(to_int64(item));
+std::vector<std::int64_t> to_int64s(const char* rule, nb::handle sequence) {
+  const nb::object items = to_sequence(rule, sequence);
+  std::vector<std::int64_t> numbers;
+  numbers.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(items.ptr())));
+  // Reads the size in each round: an __index__ could shorten the list.
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+    const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(items.ptr(), i));
+    numbers.push_back(to_int64(item));
   }
-  return ids;
+  return numbers;
+}
+
+std::size_t to_count(const char* name, nb::handle value, std::int64_t least) {
+  const std::int64_t number = to_int64(value);
+  if (number < least) {
+    throw std::invalid_argument(std::string(name) + " must be at least " + std::to_string(least) +
+                                ", got " + std::to_string(number));
+  }
+  return static_cast<std::size_t>(number);
+}
+
+nb::object to_sequence(const char* rule, nb::handle value) {
+  if (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) return nb::borrow(value);
+  return checked(PySequence_Fast(value.ptr(), type_error_text(rule, value).c_str()));
+}
+
+void throw_type_error(const char* rule, nb::handle value) {
+  throw nb::type_error(type_error_text(rule, value).c_str());
 }
 
 nb::object checked(PyObject* object) {

@@ -5,9 +5,8 @@
 #include "python/convert.h"
 
 NB_MODULE(_core, m) {
-  // vLLM freezes its heap: what lives until the process ends is never collected.
+  // vLLM freezes its heap, so objects that live until the process ends are never collected.
   nanobind::set_leak_warnings(false);
-  m.doc() = "Native core of the hybrid KV cache.";
   hybrid_kv::bind_blocks(m);
   hybrid_kv::bind_block_pool(m);
   hybrid_kv::bind_step_gate(m);

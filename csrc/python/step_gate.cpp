@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two calls that the scheduler makes for every request in every step, and that most often have
-// nothing to do: decided here, in one comparison, before any Python runs.
+// Gates before the two calls that the scheduler makes for every request in every step. Most calls
+// have nothing to do; a gate finds that out with one comparison, before any Python runs.
 //
-// Plain C API: nanobind would look at all twelve arguments of `allocate_slots` each time.
+// Plain C API, because nanobind would process all twelve arguments of `allocate_slots` each time.
 #include <nanobind/nanobind.h>
 
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "python/convert.h"
@@ -23,21 +22,21 @@ struct Names {
 };
 
 const Names& names() {
-  static const Names* kNames = new Names;  // lives as long as the process, as the module does
+  static const Names* kNames = new Names;  // never freed: the module lives as long as the process
   return *kNames;
 }
 
-// What a gate holds, in a tuple. The owner weakly: it holds the gate, and a cycle would keep the
-// whole pool until a garbage collection, or for ever where the heap is frozen, as in vLLM's engine
-// core.
+// A gate's tuple. The reference to the owner is weak, because the owner holds the gate: a cycle
+// would keep the whole pool until a garbage collection, or forever in vLLM's engine core, which
+// freezes its heap.
 PyObject* owner(PyObject* self) { return PyTuple_GET_ITEM(self, 0); }
 PyObject* method(PyObject* self) { return PyTuple_GET_ITEM(self, 1); }
 PyObject* step_method(PyObject* self) { return PyTuple_GET_ITEM(self, 2); }
 PyObject* next_events(PyObject* self) { return PyTuple_GET_ITEM(self, 3); }
 PyObject* idle_answer(PyObject* self) { return PyTuple_GET_ITEM(self, 4); }
 
-// The number of tokens at which there is work for a request; -1 if that is not known, with or
-// without an exception.
+// The number of tokens at which a request has work to do; -1 if it is unknown, with or without an
+// exception set.
 long long next_event(PyObject* self, PyObject* request) {
   PyObject* request_id = PyObject_GetAttr(request, names().request_id.ptr());
   if (request_id == nullptr) return -1;
@@ -65,29 +64,29 @@ PyObject* call(PyObject* self, PyObject* function, PyObject* const* args, Py_ssi
   return PyObject_Vectorcall(function, all.data(), static_cast<std::size_t>(nargs) + 1, kwnames);
 }
 
-// Whatever is unusual, or wrong, is the method's to see: it gets the very same arguments.
+// Unusual or wrong calls fall through to the method, with the same arguments.
 PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   PyErr_Clear();
   return call(self, method(self), args, nargs, kwnames);
 }
 
-// A token count; -1 for what is none, with or without an exception. More than any sequence has is
-// none either, and so no sum overflows.
+// A token count; -1 for anything else, with or without an exception set, and for more than any
+// sequence has, so that no sum overflows.
 long long token_count(PyObject* value) {
   if (!PyLong_CheckExact(value)) return -1;
   const long long count = PyLong_AsLongLong(value);
   return count <= std::numeric_limits<std::uint32_t>::max() ? count : -1;
 }
 
-// Whether the arguments are a request, its new tokens, and maybe its lookahead tokens; then
-// `num_tokens` is the sum of the two.
+// Whether the arguments are a request, its new tokens and optionally its lookahead tokens. Sets
+// `num_tokens` to the sum of the two counts.
 bool is_plain_step(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames,
                    long long* num_tokens) {
   if (nargs != 2) return false;
   *num_tokens = token_count(args[1]);
   if (*num_tokens <= 0) return false;
   if (kwnames == nullptr || PyTuple_GET_SIZE(kwnames) == 0) return true;
-  // The scheduler's keyword is interned, as the names of arguments in source code are.
+  // Argument names in source code are interned, so the pointer is enough.
   if (PyTuple_GET_SIZE(kwnames) != 1 ||
       PyTuple_GET_ITEM(kwnames, 0) != names().num_lookahead_tokens.ptr()) {
     return false;
@@ -129,42 +128,37 @@ PyCFunction as_function(PyObject* (*function)(PyObject*, PyObject* const*, Py_ss
 }
 
 nb::object make_gate(PyMethodDef& definition, nb::handle owner, nb::handle method, nb::handle step,
-                     nb::dict next_events, nb::handle idle_answer) {
+                     const nb::dict& next_events, nb::handle idle_answer) {
   const nb::object weak_owner = checked(PyWeakref_NewRef(owner.ptr(), nullptr));
   const nb::tuple self = nb::make_tuple(weak_owner, method, step, next_events, idle_answer);
   return checked(PyCFunction_New(&definition, self.ptr()));
 }
 
+PyMethodDef allocate_slots_definition = {
+    "allocate_slots", as_function(allocate_slots), METH_FASTCALL | METH_KEYWORDS,
+    "allocate_slots($self, request, num_new_tokens, /, **kwargs)\n--\n\n"
+    "Give a request slots for the tokens of the next step; see KVCacheManager."};
+PyMethodDef cache_blocks_definition = {
+    "cache_blocks", as_function(cache_blocks), METH_FASTCALL | METH_KEYWORDS,
+    "cache_blocks($self, request, num_computed_tokens, /)\n--\n\n"
+    "Enter a request's first blocks in the prefix cache; see KVCacheManager."};
+
+nb::object gate_allocate_slots(nb::handle owner, nb::handle method, nb::handle step,
+                               nb::dict next_events, nb::handle idle_answer) {
+  return make_gate(allocate_slots_definition, owner, method, step, next_events, idle_answer);
+}
+
+nb::object gate_cache_blocks(nb::handle owner, nb::handle method, nb::dict next_events) {
+  return make_gate(cache_blocks_definition, owner, method, nb::none(), next_events, nb::none());
+}
+
 }  // namespace
 
 void bind_step_gate(nb::module_& m) {
-  static PyMethodDef allocate_slots_definition = {
-      "allocate_slots", as_function(allocate_slots), METH_FASTCALL | METH_KEYWORDS,
-      "allocate_slots($self, request, num_new_tokens, /, **kwargs)\n--\n\n"
-      "Give a request slots for the tokens of the next step; see KVCacheManager."};
-  static PyMethodDef cache_blocks_definition = {
-      "cache_blocks", as_function(cache_blocks), METH_FASTCALL | METH_KEYWORDS,
-      "cache_blocks($self, request, num_computed_tokens, /)\n--\n\n"
-      "Enter a request's first blocks in the prefix cache; see KVCacheManager."};
-  m.def(
-      "gate_allocate_slots",
-      [](nb::handle owner, nb::handle method, nb::handle step, nb::dict next_events,
-         nb::handle idle_answer) {
-        return make_gate(allocate_slots_definition, owner, method, step, std::move(next_events),
-                         idle_answer);
-      },
-      nb::arg("owner"), nb::arg("method"), nb::arg("step"), nb::arg("next_events"),
-      nb::arg("idle_answer"),
-      "The owner's `method`, but for a plain step of a request that has a next event: below the\n"
-      "event `idle_answer`, else its `step`.");
-  m.def(
-      "gate_cache_blocks",
-      [](nb::handle owner, nb::handle method, nb::dict next_events) {
-        return make_gate(cache_blocks_definition, owner, method, nb::none(), std::move(next_events),
-                         nb::none());
-      },
-      nb::arg("owner"), nb::arg("method"), nb::arg("next_events"),
-      "The owner's `method`, but for fewer tokens than the request's next event: then None.");
+  m.def("gate_allocate_slots", &gate_allocate_slots, nb::arg("owner"), nb::arg("method"),
+        nb::arg("step"), nb::arg("next_events"), nb::arg("idle_answer"));
+  m.def("gate_cache_blocks", &gate_cache_blocks, nb::arg("owner"), nb::arg("method"),
+        nb::arg("next_events"));
 }
 
 }  // namespace hybrid_kv

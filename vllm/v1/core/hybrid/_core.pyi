@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native core (sources in ``csrc/``)."""
+"""The native core (sources in ``csrc/``). Its documentation is here; the bindings have none."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, type_check_only
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-class GroupedKVCacheBlock:
-    """One logical block: the physical blocks of all groups of an attention type
-    for the same tokens. They are allocated, cached, freed and evicted together.
+@type_check_only
+class _NanobindType(type):
+    """Stands for the metaclass of nanobind's classes."""
 
-    A view, which holds no reference: once the block was given to others, what it knows of it
-    (all but its type, and whether it is null) raises ValueError.
+class GroupedKVCacheBlock(metaclass=_NanobindType):
+    """One logical block: the physical blocks of all groups of an attention type for the same
+    tokens. They are allocated, cached, freed and evicted together.
+
+    A view, which holds no reference. Once the block was freed or evicted, all attributes except
+    ``type_id`` and ``is_null`` raise ValueError.
     """
 
     @property
@@ -24,11 +28,11 @@ class GroupedKVCacheBlock:
 
     @property
     def ref_cnt(self) -> int:
-        """How many block tables (or detached lists) hold the block."""
+        """References to the block: those of block tables, and the detached ones."""
 
     @property
     def num_detached(self) -> int:
-        """How many of those references callers hold, after `BlockTable.detach`."""
+        """Detached references, which callers own (see `BlockTable.detach`)."""
 
     @property
     def block_hash(self) -> bytes | None:
@@ -37,30 +41,32 @@ class GroupedKVCacheBlock:
     def __hash__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
 
-class BlockList:
-    """Blocks of one attention type as they were at one time; holds no references."""
+class BlockList(metaclass=_NanobindType):
+    """A snapshot of blocks of one attention type. Holds no references."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> GroupedKVCacheBlock: ...
     def __iter__(self) -> Iterator[GroupedKVCacheBlock]: ...
-    def __add__(self, other: BlockList) -> BlockList: ...
-    def truncated(self, num_blocks: int) -> BlockList:
-        """The first blocks, at most so many."""
+    def __add__(self, other: BlockList) -> BlockList:
+        """Concatenate; ValueError for blocks of another pool or attention type."""
 
-    def num_evictable(self, start: int) -> int:
-        """How many of the blocks from index ``start`` on nobody references."""
+    def truncated(self, num_blocks: int) -> BlockList:
+        """The first blocks, at most ``num_blocks``."""
 
     def block_ids(self) -> list[list[int]]:
-        """Physical ids: one list per group of the type, each with one id per block."""
+        """Physical ids: one list per group of the type, each with one id per block.
 
-class BlockTable:
+        ValueError if a block was freed or evicted since the snapshot.
+        """
+
+class BlockTable(metaclass=_NanobindType):
     """A request's logical blocks of one attention type, in token order.
 
     |  released  |  cached or left out of the cache  |  not final yet  |
     0      num_released                          num_cached        len(table)
 
-    Released blocks have left the window: the null block stands in their place. A table that
-    is dropped releases what it holds.
+    The null block replaces released blocks, and stands for blocks that no step has written. A
+    table that is deleted releases its blocks.
     """
 
     def __len__(self) -> int: ...
@@ -70,47 +76,50 @@ class BlockTable:
     def num_released(self) -> int: ...
     @property
     def num_cached(self) -> int:
-        """Blocks for which the decision to cache them has been taken."""
+        """Leading blocks that were cached, or left out of the cache."""
 
     @num_cached.setter
     def num_cached(self, end: int) -> None: ...
-    def adopt(self, hit: BlockList, num_skipped: int) -> None:
-        """Start the table with a prefix hit; its first ``num_skipped`` blocks are not needed.
-
-        ValueError, with nothing changed, if the table is not empty, or if a block of
-        the hit was evicted since the lookup.
-        """
-
     def release_before(self, end: int) -> int:
-        """Release the blocks before index ``end``, so that the last is reused first.
+        """Release the blocks before index ``end``, the last of them to be reused first.
 
-        The null block takes their place. Returns how many leading blocks are released now.
+        The null block replaces them. An ``end`` after the table means all. Returns
+        ``num_released``.
         """
 
     def cache(self, begin: int, end: int, block_hashes: Sequence[bytes]) -> None:
         """Enter the blocks ``begin`` to before ``end`` in the prefix cache, without null blocks.
 
         ``num_cached`` is at least ``end`` afterwards.
-        ``block_hashes``, a list, has one hash per hash block of the whole prefix.
+
+        Args:
+            block_hashes: a list, with one hash per hash block of the whole prefix.
+
+        Raises:
+            ValueError: with nothing changed, for a range outside of the table or of the hashes,
+                or a block that is cached already.
         """
 
     def free(self) -> None:
-        """Release all blocks, so that the tail of the sequence is reused first."""
+        """Release all blocks, the tail of the sequence to be reused first."""
 
     def detach(self) -> BlockList:
-        """Empty the table; its references are the caller's, for `BlockPool.release_detached`."""
+        """Empty the table. The caller owns its references, see `BlockPool.release_detached`."""
 
     def blocks(self, begin: int = 0) -> BlockList:
         """The blocks from index ``begin`` on."""
 
     def num_cached_tokens(self) -> int:
-        """Length in tokens of the longest prefix that ends at a cached block."""
+        """Length in tokens of the longest prefix that ends with a cached block."""
 
-class BlockPool:
+class BlockPool(metaclass=_NanobindType):
     """The physical KV cache blocks, and the grouped blocks made of them.
 
-    ``types`` describes each attention type by its number of groups, its block size in
-    tokens, and how many block hashes a block spans.
+    Args:
+        num_blocks: physical blocks, the null block included.
+        types: per attention type, its number of groups, its block size in tokens, and how many
+            block hashes a block spans.
+        records_evictions: whether to record evictions for `take_evictions`.
     """
 
     def __init__(
@@ -120,22 +129,29 @@ class BlockPool:
         records_evictions: bool = False,
     ) -> None: ...
     @property
-    def num_evictable_ids(self) -> int: ...
+    def num_evictable_ids(self) -> int:
+        """Physical ids in cached blocks without references."""
+
     @property
     def num_evicted_ids(self) -> int:
         """Physical ids evicted from the prefix cache since start-up."""
 
-    def new_table(self, type_id: int) -> BlockTable: ...
+    def new_table(self, type_id: int) -> BlockTable:
+        """An empty block table for one attention type."""
+
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Empty block tables for a request, one per attention type."""
-    def new_list(self, type_id: int) -> BlockList: ...
+
+    def new_list(self, type_id: int) -> BlockList:
+        """An empty list of an attention type."""
+
     def get_num_free_blocks(self) -> int:
-        """Number of physical ids that can be allocated: blank and evictable ones."""
+        """Physical ids that can be allocated: the blank and the evictable ones."""
 
     def count_evictable_ids(self, hits: tuple[BlockList, ...], num_skipped: Sequence[int]) -> int:
-        """Physical ids of a hit that count as free until it is adopted.
+        """Physical ids of a prefix hit that count as free until it is adopted.
 
-        Without the first ``num_skipped`` blocks of each type, which are not needed.
+        The first ``num_skipped`` blocks of each type are not needed and do not count.
         """
 
     def num_missing_ids(
@@ -145,9 +161,10 @@ class BlockPool:
         hits: tuple[BlockList, ...],
         num_skipped: Sequence[int],
     ) -> int:
-        """Physical ids that a request still needs to reach its targets, as in `allocate`.
+        """Physical ids that `allocate` takes for the targets after the hits were adopted.
 
-        ``hits`` are still to be adopted; the first ``num_skipped`` blocks of each are not needed.
+        The first ``num_skipped`` blocks of each hit are not needed. Pass empty lists where
+        nothing is to be adopted.
         """
 
     def adopt(
@@ -158,12 +175,11 @@ class BlockPool:
     ) -> None:
         """Start a request's tables with a prefix hit, and reference its blocks.
 
-        The first ``num_skipped`` blocks of each type are not needed: null blocks take their
-        place.
+        The first ``num_skipped`` blocks of each type are not needed: null blocks replace them.
 
         Raises:
-            ValueError: with nothing changed, if a table is not empty, or a block of the hit
-                was evicted since the lookup.
+            ValueError: with nothing changed, if a table is not empty, or a block of the hit was
+                evicted since the lookup.
         """
 
     def allocate(
@@ -172,16 +188,19 @@ class BlockPool:
         targets: Sequence[tuple[int, int]],
         num_kept: int = 0,
     ) -> tuple[BlockList, ...] | None:
-        """Append the blocks that are missing, each with one reference; returns the new ones.
+        """Append the missing blocks to the tables of one request, each with one reference.
 
-        Each target is a pair: ``num_blocks``, the length of its table afterwards, and
-        ``num_written``. The last ``num_written`` of a table's new blocks are real, and null
-        blocks stand for the new ones before them; any number that is larger means all. A table
-        that is long enough already gets nothing.
+        Args:
+            tables: in ascending order of ``type_id``.
+            targets: one pair ``(num_blocks, num_written)`` per table. ``num_blocks`` is its
+                length afterwards; a table that is longer already gets nothing. Of the new
+                blocks, the last ``num_written`` are real and null blocks stand for the others;
+                any larger number means all.
+            num_kept: physical ids that must stay free.
 
         Returns:
-            One list per table, in the order of ``tables``. None, with nothing changed, if fewer
-            than ``num_kept`` physical ids would stay free.
+            The new blocks, one list per table. None, with nothing changed, if fewer than
+            ``num_kept`` physical ids would stay free.
 
         Raises:
             ValueError: with nothing changed, unless there is one target per table, num_blocks is
@@ -198,8 +217,8 @@ class BlockPool:
     ) -> BlockList:
         """The blocks of the longest prefix that are all cached from index ``begin`` on.
 
-        Null blocks stand for those before. Of at most ``max_blocks``, and of a multiple of
-        ``alignment``. ``block_hashes`` is a list, as in `BlockTable.cache`.
+        Null blocks stand for those before. The prefix has at most ``max_blocks`` blocks, a
+        multiple of ``alignment``. ``block_hashes`` is a list, as in `BlockTable.cache`.
         """
 
     def find_last_run(
@@ -210,18 +229,24 @@ class BlockPool:
         length: int,
         alignment: int,
     ) -> BlockList:
-        """The longest prefix, of at most ``max_blocks`` and a multiple of ``alignment``, whose
-        last ``length`` blocks are cached; null blocks stand for those before.
+        """The longest prefix whose last ``length`` blocks (or all, if it is shorter) are cached.
+
+        Null blocks stand for those before. The prefix has at most ``max_blocks`` blocks, a
+        multiple of ``alignment``. ``block_hashes`` is a list, as in `BlockTable.cache`.
         """
 
     def release_detached(self, block: GroupedKVCacheBlock) -> None:
-        """Drop one reference, which `BlockTable.detach` handed out.
+        """Drop one reference, which `BlockTable.detach` gave to the caller.
 
-        ValueError, with nothing changed, if it handed out none that is still there.
+        ValueError, with nothing changed, if the block has no detached reference.
         """
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Take the blocks that hold one of the physical ids out of the prefix cache."""
+        """Remove the blocks that hold one of the physical ids from the prefix cache.
+
+        Referenced blocks stay with their requests. ValueError, with nothing changed, for an id
+        that is not the pool's.
+        """
 
     def clear_cache(self) -> None:
         """Empty the prefix cache."""
@@ -251,35 +276,46 @@ def gate_allocate_slots(
     next_events: dict[str, int],
     idle_answer: object,
 ) -> Callable[..., Any]:
-    """The owner's ``method``, but for a plain step of a request that has a next event.
+    """A gate before ``owner.allocate_slots``, for plain steps of requests with a next event.
 
-    Below the event no Python runs, and ``idle_answer`` is returned; at or above it, the
-    owner's ``step`` is called with the request, its new tokens and its lookahead tokens.
+    Below the event it returns ``idle_answer``, and no Python runs. From the event on it calls
+    ``step(owner, request, num_new_tokens, num_lookahead_tokens)``. All other calls go to
+    ``method``. The gate holds the owner weakly: ReferenceError once it is gone.
     """
 
 def gate_cache_blocks(
     owner: object, method: Callable[..., object], next_events: dict[str, int]
 ) -> Callable[..., Any]:
-    """The owner's ``method``, but for fewer tokens than the request's next event: then None."""
+    """A gate before ``owner.cache_blocks``: returns None for fewer tokens than the next event.
 
-class BlockHasher:
-    """Chained hashes of full blocks of tokens: base's, of a serialized (parent, tokens, keys).
+    All other calls go to ``method``. The gate holds the owner weakly, as above.
+    """
 
-    ``algorithm`` is sha256, sha256_cbor, xxhash or xxhash_cbor. ValueError for another, or
-    unless 1 <= block_size <= 8192.
+class BlockHasher(metaclass=_NanobindType):
+    """Base's chained hashes of full blocks of tokens.
+
+    Each is the hash of a serialized tuple (parent, tokens, keys).
+
+    Args:
+        algorithm: sha256, sha256_cbor, xxhash or xxhash_cbor; ValueError for others.
+        block_size: tokens per block; ValueError unless it is from 1 to 8192.
     """
 
     def __init__(self, algorithm: str, block_size: int) -> None: ...
     def hash_blocks(
         self, parent: bytes, tokens: list[int], start: int, rest: bytes
     ) -> list[BlockHash]:
-        """Hash the full blocks of ``tokens[start:]``; for many, the interpreter lock is released.
+        """Hash the full blocks of ``tokens[start:]``; releases the interpreter lock for many.
 
-        ``parent`` is the hash before the first block, and ``rest`` what follows the tokens of
-        every block when the tuple is serialized. ValueError for a start outside of the list, a
-        parent that is empty or longer than 255 bytes or a rest that is empty or longer than
-        16,384, TypeError for tokens that are no ints, OverflowError for those that do not fit
-        in 32 bits.
+        Args:
+            parent: the hash of the block before the first, 1 to 255 bytes.
+            rest: what follows the tokens of each block in the serialized tuple, 1 to 16,384
+                bytes.
+
+        Raises:
+            ValueError: for a start outside of the list, or a parent or rest of another size.
+            TypeError: for tokens that are not ints.
+            OverflowError: for tokens that do not fit in 32 bits.
         """
 
 def sha256_portable(message: bytes) -> bytes:
