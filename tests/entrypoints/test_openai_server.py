@@ -20,6 +20,7 @@ from support.server import ACTIVE_LINE, MODEL_NAME, Server
 from support.server_questions import (
     Servers,
     cached_tokens,
+    chat,
     client_of,
     complete,
     start_stream,
@@ -124,9 +125,7 @@ def test_chat(servers: Servers) -> None:
         history, answers = list(messages), []
         with client_of(server) as client:
             for question in ("And who else?", None):
-                answer = client.chat.completions.create(
-                    model=MODEL_NAME, messages=history, max_tokens=40, temperature=0.0
-                )
+                answer = chat(client, history, max_tokens=40)
                 answers.append(answer.model_dump(exclude={"id", "created"}))
                 history.append({"role": "assistant", "content": answer.choices[0].message.content})
                 history.append({"role": "user", "content": question})
@@ -147,25 +146,15 @@ def test_streams_give_what_the_whole_answers_give(servers: Servers) -> None:
     def stream(server: Server) -> tuple[str, str, Any]:
         with client_of(server) as client:
             pieces = [chunk.choices[0].text for chunk in start_stream(client, prompt, 64)]
-            chunks = list(
-                client.chat.completions.create(
-                    model=MODEL_NAME,
-                    messages=messages,
-                    max_tokens=64,
-                    temperature=0.0,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                )
-            )
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            chunks = list(chat(client, messages, max_tokens=64, **options))
         said = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
         usage = chunks[-1].usage.model_dump(exclude_none=True)
         return "".join(pieces), "".join(said), usage
 
     def whole(server: Server) -> tuple[str, str, Any]:
         with client_of(server) as client:
-            answer = client.chat.completions.create(
-                model=MODEL_NAME, messages=messages, max_tokens=64, temperature=0.0
-            )
+            answer = chat(client, messages, max_tokens=64)
         said = answer.choices[0].message.content or ""
         usage = answer.usage.model_dump(exclude_none=True)
         return text_of(complete(server, prompt, max_tokens=64)), said, usage

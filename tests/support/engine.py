@@ -49,21 +49,17 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(
-        self,
-        model: Path,
-        rounds: Sequence[Round] = (),
-        texts: Sequence[str] = (),
-        **engine_args: Any,
+        self, model: Path, rounds: Sequence[Round], **engine_args: Any
     ) -> Callable[[], EngineResult]:
         """Begin a job. Call the returned function to wait for its result, before the next job."""
         if self._process is None:
             self._spawn()
         log_start = os.path.getsize(self._log.name)
-        self._jobs.send((model, rounds, texts, ENGINE_ARGS | engine_args))
+        self._jobs.send((model, rounds, ENGINE_ARGS | engine_args))
         return lambda: self._finish(log_start)
 
-    def run(self, model: Path, rounds: Sequence[Round] = (), **kwargs: Any) -> EngineResult:
-        return self.start(model, rounds, **kwargs)()
+    def run(self, model: Path, rounds: Sequence[Round], **engine_args: Any) -> EngineResult:
+        return self.start(model, rounds, **engine_args)()
 
     def stop(self) -> None:
         if self._process is None:
@@ -121,13 +117,13 @@ class EnginePair:
     hybrid: EngineProcess
 
     def run(
-        self, model: Path, rounds: Sequence[Round], **kwargs: Any
+        self, model: Path, rounds: Sequence[Round], **engine_args: Any
     ) -> tuple[EngineResult, EngineResult]:
         """Run the same job on both, verify that each ran its own manager, and return the results:
         (base's, the hybrid manager's).
         """
         wait_for_base, wait_for_hybrid = (
-            process.start(model, rounds, **kwargs) for process in (self.base, self.hybrid)
+            process.start(model, rounds, **engine_args) for process in (self.base, self.hybrid)
         )
         try:
             base = wait_for_base()

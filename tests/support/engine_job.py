@@ -48,6 +48,8 @@ class RequestResult:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     num_cached_tokens: int = 0
+    #: Of the prompt, from an embedding model, which generates nothing.
+    embedding: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,6 @@ class EngineResult:
     """A job's results. From `manager` on, they need the engine core in the engine's process."""
 
     rounds: list[RoundResult] = field(default_factory=list)
-    embeddings: list[list[float]] = field(default_factory=list)
     log: str = ""
     manager: str | None = None
     scheduler: str | None = None

@@ -38,10 +38,8 @@ def serve(file_descriptor: int) -> None:
             gc.collect()  # Engines and their weights are full of cycles.
 
 
-def run_job(
-    model: Path, rounds: Sequence[Round], texts: Sequence[str], engine_args: dict[str, Any]
-) -> EngineResult:
-    """Start an engine, generate from the rounds' prompts and embed the texts."""
+def run_job(model: Path, rounds: Sequence[Round], engine_args: dict[str, Any]) -> EngineResult:
+    """Start an engine and run the rounds."""
     from vllm import LLM
 
     prompts = [prompt for r in rounds for prompt in r.prompts if isinstance(prompt, dict)]
@@ -54,9 +52,6 @@ def run_job(
         scheduler = getattr(in_process_core(llm), "scheduler", None)
         result = EngineResult() if scheduler is None else observe(scheduler)
         result.rounds = [run_round(llm, r) for r in rounds]
-        if texts:
-            outputs = llm.embed(list(texts), use_tqdm=False)
-            result.embeddings = [output.outputs.embedding for output in outputs]
         manager = getattr(scheduler, "kv_cache_manager", None)
         if hasattr(manager, "check_integrity"):
             # The class's method: this check is not one that `observe` counts.
@@ -162,7 +157,9 @@ def run_round(llm: Any, spec: Round) -> RoundResult:
         raise RuntimeError("the prefix cache could not be reset")
     before = counters(llm)
     params = [sampling_params(spec, i) for i in range(len(spec.prompts))]
-    if spec.arrivals or spec.aborts or spec.calls:
+    if llm.runner_type == "pooling":
+        outputs = llm.embed(spec.prompts, use_tqdm=False)
+    elif spec.arrivals or spec.aborts or spec.calls:
         outputs = drive(llm, spec, params)
     else:
         outputs = llm.generate(
@@ -226,6 +223,8 @@ def describe(output: Any) -> RequestResult:
     """A request's result; there is no output if it was aborted before its first token."""
     if output is None:
         return RequestResult()
+    if hasattr(output.outputs, "embedding"):
+        return RequestResult(output.finished, embedding=output.outputs.embedding)
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     steps = zip(token_ids, completion.logprobs or [], strict=True)

@@ -59,6 +59,13 @@ def complete(server: Server, prompt: Any, max_tokens: int = 48, **kwargs: Any) -
     return answer.model_dump(exclude={"id", "created"})
 
 
+def chat(client: openai.OpenAI, messages: list[Any], max_tokens: int, **kwargs: Any) -> Any:
+    """The model's answer in a conversation; chunks of it with ``stream=True``."""
+    return client.chat.completions.create(
+        model=MODEL_NAME, messages=messages, max_tokens=max_tokens, temperature=0.0, **kwargs
+    )
+
+
 def text_of(answer: dict[str, Any]) -> str:
     (choice,) = answer["choices"]
     return choice["text"]

@@ -81,14 +81,17 @@ def test_embedding_model_without_kv_cache(engines: EnginePair) -> None:
     """MiniLM has no KV cache groups: its attention reads all of a text at once."""
     texts = ["The quick brown fox jumps over the lazy dog.", "Hello!", "A fast, dark fox leaps."]
     base, hybrid = engines.run(
-        get_model_path(), [], texts=texts, runner="pooling", max_model_len=256, block_size=None
+        get_model_path(), [Round(texts)], runner="pooling", max_model_len=256, block_size=None
     )
 
     assert hybrid.num_groups == base.num_groups == 0
     assert log_lines(hybrid) == ["Hybrid KV cache: active, no KV cache groups"]
-    assert [len(embedding) for embedding in hybrid.embeddings] == [384] * len(texts)
-    assert hybrid.embeddings == base.embeddings
-    fox, hello, other_fox = hybrid.embeddings
+    of_base, embeddings = (
+        [request.embedding for request in result.rounds[0].requests] for result in (base, hybrid)
+    )
+    assert [len(embedding) for embedding in embeddings] == [384] * len(texts)
+    assert embeddings == of_base
+    fox, hello, other_fox = embeddings
     assert dot(fox, other_fox) > dot(fox, hello)
 
 
