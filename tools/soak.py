@@ -92,11 +92,11 @@ def run_soak(options: argparse.Namespace) -> Report:
     try:
         with Server(
             model,
-            fork=not options.without_fork,
+            hybrid=not options.without_fork,
             arguments=limits + small,
             environment=ENVIRONMENT,
         ) as server:
-            with Server(model, fork=False, arguments=limits) as quiet:
+            with Server(model, hybrid=False, arguments=limits) as quiet:
                 console.print("starting a quiet server and the one to soak ...")
                 quiet.wait_until_healthy()
                 server.wait_until_healthy()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` and its OpenAI API answer the same with the fork on and off.
+"""`vllm serve` and its OpenAI API answer the same with base's manager and the hybrid manager.
 
-Each test asks both servers the same, and verifies the answer as well as that it is the same.
-The fork's server verifies all of its bookkeeping in every scheduler step, and would end if
-something were wrong.
+Each test sends the same requests to both servers, and verifies that the answers are equal and
+right. The hybrid manager verifies all of its bookkeeping in every scheduler step, and an error
+would end its server.
 """
 
 import json
@@ -20,6 +20,7 @@ from support.server import ACTIVE_LINE, MODEL_NAME, Server
 from support.server_questions import (
     Servers,
     cached_tokens,
+    chat,
     client_of,
     complete,
     start_stream,
@@ -31,9 +32,9 @@ from support.server_questions import (
 WINDOW = 64
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 4096
-#: Takes seconds: a request of so many tokens still runs whatever its client does meanwhile.
+#: Tokens. It takes seconds, so the request still runs whatever its client does meanwhile.
 LONG_ANSWER = 3800
-#: Longer than the window by far.
+#: Much longer than the window.
 LONG_TEXT = " ".join(f"Line {i}: the quick brown fox jumps over the lazy dog." for i in range(8))
 
 
@@ -42,10 +43,10 @@ def servers() -> Iterator[Servers]:
     model = checkpoints.tiny_gemma3()
     arguments = [f"--max-model-len={MAX_MODEL_LEN}"]
     with (
-        Server(model, fork=False, arguments=arguments) as base,
-        Server(model, fork=True, arguments=arguments) as fork,
+        Server(model, hybrid=False, arguments=arguments) as base,
+        Server(model, hybrid=True, arguments=arguments) as hybrid,
     ):
-        yield Servers(base.wait_until_healthy(), fork.wait_until_healthy())
+        yield Servers(base.wait_until_healthy(), hybrid.wait_until_healthy())
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +54,13 @@ def nothing_is_left(servers: Servers) -> Iterator[None]:
     """Each test starts with an empty prefix cache, and leaves no block in use behind."""
     servers.reset_prefix_caches()
     yield
-    for server in (servers.base, servers.fork):
+    for server in (servers.base, servers.hybrid):
         wait_until_idle(server)
         assert server.is_healthy()
 
 
 def test_log_says_which_manager_serves(servers: Servers) -> None:
-    (line,) = (line for line in servers.fork.log.splitlines() if ACTIVE_LINE in line)
+    (line,) = (line for line in servers.hybrid.log.splitlines() if ACTIVE_LINE in line)
     assert " INFO " in line
     assert f"{ACTIVE_LINE}, 2 managers for 6 KV cache groups: " in line
     assert "sliding_window 64 (5 groups," in line
@@ -124,9 +125,7 @@ def test_chat(servers: Servers) -> None:
         history, answers = list(messages), []
         with client_of(server) as client:
             for question in ("And who else?", None):
-                answer = client.chat.completions.create(
-                    model=MODEL_NAME, messages=history, max_tokens=40, temperature=0.0
-                )
+                answer = chat(client, history, max_tokens=40)
                 answers.append(answer.model_dump(exclude={"id", "created"}))
                 history.append({"role": "assistant", "content": answer.choices[0].message.content})
                 history.append({"role": "user", "content": question})
@@ -136,7 +135,7 @@ def test_chat(servers: Servers) -> None:
     assert len(first["choices"][0]["message"]["content"]) == 40
     assert second["choices"][0]["message"]["content"]
     assert cached_tokens(first) == 0
-    # The second question finds the first turn in the cache.
+    # The second question hits the first turn in the cache.
     assert cached_tokens(second) >= 448
 
 
@@ -147,25 +146,15 @@ def test_streams_give_what_the_whole_answers_give(servers: Servers) -> None:
     def stream(server: Server) -> tuple[str, str, Any]:
         with client_of(server) as client:
             pieces = [chunk.choices[0].text for chunk in start_stream(client, prompt, 64)]
-            chunks = list(
-                client.chat.completions.create(
-                    model=MODEL_NAME,
-                    messages=messages,
-                    max_tokens=64,
-                    temperature=0.0,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                )
-            )
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            chunks = list(chat(client, messages, max_tokens=64, **options))
         said = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
         usage = chunks[-1].usage.model_dump(exclude_none=True)
         return "".join(pieces), "".join(said), usage
 
     def whole(server: Server) -> tuple[str, str, Any]:
         with client_of(server) as client:
-            answer = client.chat.completions.create(
-                model=MODEL_NAME, messages=messages, max_tokens=64, temperature=0.0
-            )
+            answer = chat(client, messages, max_tokens=64)
         said = answer.choices[0].message.content or ""
         usage = answer.usage.model_dump(exclude_none=True)
         return text_of(complete(server, prompt, max_tokens=64)), said, usage
@@ -178,7 +167,7 @@ def test_streams_give_what_the_whole_answers_give(servers: Servers) -> None:
 
 
 def test_stream_comes_in_pieces(servers: Servers) -> None:
-    for server in (servers.base, servers.fork):
+    for server in (servers.base, servers.hybrid):
         with client_of(server) as client:
             pieces = [chunk.choices[0].text for chunk in start_stream(client, "Once", 32)]
         assert len(pieces) > 8
@@ -188,17 +177,17 @@ def test_aborted_stream_frees_its_blocks(servers: Servers) -> None:
     prompt, max_tokens = text_prompt(200, seed=8), LONG_ANSWER
 
     def abort(server: Server) -> str:
-        generated = server.metric("vllm:generation_tokens_total")
+        generated = server.metric("generation_tokens_total")
         with client_of(server) as client:
             stream = start_stream(client, prompt, max_tokens)
             received = [next(stream).choices[0].text for _ in range(3)]
-            usage = server.wait_for(lambda: server.metric("vllm:kv_cache_usage_perc"), bool)
+            usage = server.wait_for(lambda: server.metric("kv_cache_usage_perc"), bool)
             assert 0 < usage < 1
-            assert server.metric("vllm:num_requests_running") == 1
+            assert server.metric("num_requests_running") == 1
             stream.close()
         wait_until_idle(server)
-        # It was stopped, and did not run to its end unseen.
-        assert server.metric("vllm:generation_tokens_total") - generated < max_tokens
+        # The abort stopped it before its end.
+        assert server.metric("generation_tokens_total") - generated < max_tokens
         answer = complete(server, prompt)
         assert text_of(answer).startswith("".join(received))
         return text_of(answer)
@@ -208,15 +197,15 @@ def test_aborted_stream_frees_its_blocks(servers: Servers) -> None:
 
 def test_client_that_gives_up_waiting_frees_its_blocks(servers: Servers) -> None:
     body = {"model": MODEL_NAME, "prompt": text_prompt(100, 9), "max_tokens": LONG_ANSWER}
-    # An answer may not end by itself before the client has lost its patience.
+    # The answer must not end by itself before the client gives up.
     body |= {"ignore_eos": True, "temperature": 0}
 
     def give_up(server: Server) -> str:
-        generated = server.metric("vllm:generation_tokens_total")
+        generated = server.metric("generation_tokens_total")
         with httpx.Client(base_url=server.api_url) as client, pytest.raises(httpx.ReadTimeout):
             client.post("/completions", json=body, timeout=0.5)
         wait_until_idle(server)
-        assert server.metric("vllm:generation_tokens_total") - generated < LONG_ANSWER
+        assert server.metric("generation_tokens_total") - generated < LONG_ANSWER
         return text_of(complete(server, body["prompt"]))
 
     assert servers.both(give_up)
@@ -226,29 +215,29 @@ def test_metrics_count_prefix_cache_hits(servers: Servers) -> None:
     names = ("queries", "hits")
     prompt, other = text_prompt(300, seed=10), text_prompt(300, seed=11)
 
-    def ask(server: Server) -> list[tuple[float, ...]]:
+    def run(server: Server) -> list[tuple[float, ...]]:
         deltas: list[tuple[float, ...]] = []
         for question in (prompt, prompt, other):
-            before = [server.metric(f"vllm:prefix_cache_{name}_total") for name in names]
+            before = [server.metric(f"prefix_cache_{name}_total") for name in names]
             answer = complete(server, question)
             wait_until_idle(server)
-            after = [server.metric(f"vllm:prefix_cache_{name}_total") for name in names]
+            after = [server.metric(f"prefix_cache_{name}_total") for name in names]
             deltas.append(tuple(b - a for a, b in zip(before, after, strict=True)))
             assert deltas[-1][1] == cached_tokens(answer)
         return deltas
 
-    # Of 300 tokens, 9 blocks of 32 are full.
-    assert servers.both(ask) == [(300, 0), (300, 9 * BLOCK_SIZE), (300, 0)]
+    # 300 tokens fill 9 blocks of 32.
+    assert servers.both(run) == [(300, 0), (300, 9 * BLOCK_SIZE), (300, 0)]
 
 
 def test_prefix_is_shared_by_prompts_that_go_on_differently(servers: Servers) -> None:
     prefix = text_prompt(256, seed=12)
     prompts = [prefix + text_prompt(60, seed) for seed in (13, 14, 15)]
 
-    def ask(server: Server) -> list[dict[str, Any]]:
+    def run(server: Server) -> list[dict[str, Any]]:
         return [complete(server, prompt) for prompt in (prefix, *prompts)]
 
-    answers = servers.both(ask)
+    answers = servers.both(run)
     assert len({text_of(answer) for answer in answers}) == 4
     assert max(map(cached_tokens, answers)) >= 256 - BLOCK_SIZE
 
@@ -256,23 +245,23 @@ def test_prefix_is_shared_by_prompts_that_go_on_differently(servers: Servers) ->
 def test_reset_prefix_cache_forgets_all_hits(servers: Servers) -> None:
     prompt = text_prompt(300, seed=16)
 
-    def ask(server: Server) -> list[dict[str, Any]]:
+    def run(server: Server) -> list[dict[str, Any]]:
         answers = [complete(server, prompt), complete(server, prompt)]
         assert server.reset_prefix_cache()
         return [*answers, complete(server, prompt), complete(server, prompt)]
 
-    answers = servers.both(ask)
+    answers = servers.both(run)
     hit = 9 * BLOCK_SIZE
     assert [cached_tokens(answer) for answer in answers] == [0, hit, 0, hit]
     assert len({text_of(answer) for answer in answers}) == 1
 
 
 def test_reset_prefix_cache_while_a_request_runs(servers: Servers) -> None:
-    """It is refused, or interrupts the request, which then goes on as if nothing had been."""
+    """The reset is refused, or it preempts the request, which then gives the same tokens."""
     prompt = text_prompt(200, seed=17)
 
-    def ask(server: Server) -> list[bool]:
-        names = ("vllm:num_preemptions_total", "vllm:generation_tokens_total")
+    def run(server: Server) -> list[bool]:
+        names = ("num_preemptions_total", "generation_tokens_total")
         before = [server.metric(name) for name in names]
         with client_of(server) as client:
             stream = start_stream(client, prompt, max_tokens=LONG_ANSWER)
@@ -291,24 +280,24 @@ def test_reset_prefix_cache_while_a_request_runs(servers: Servers) -> None:
         assert text == quiet
         return [refused, interrupted]
 
-    assert servers.both(ask) == [False, True]
+    assert servers.both(run) == [False, True]
 
 
 def test_salts_keep_caches_apart(servers: Servers) -> None:
     prompt = text_prompt(200, seed=18)
 
-    def ask(server: Server) -> list[dict[str, Any]]:
+    def run(server: Server) -> list[dict[str, Any]]:
         bodies = [{"cache_salt": salt} if salt else {} for salt in ("a", "b", "a", None, None)]
         return [complete(server, prompt, extra_body=body) for body in bodies]
 
-    answers = servers.both(ask)
+    answers = servers.both(run)
     hit = 6 * BLOCK_SIZE
     assert [cached_tokens(answer) for answer in answers] == [0, 0, hit, 0, hit]
     assert len({text_of(answer) for answer in answers}) == 1
 
 
 def test_two_clients_at_once(servers: Servers) -> None:
-    """Interleaved, each gets the answers that it gets alone."""
+    """With interleaved requests, each client gets the answers that it gets alone."""
     questions = [
         [text_prompt(length, seed=20 * n + length) for length in (150, 40, 400)] for n in (1, 2)
     ]
@@ -334,7 +323,7 @@ def test_two_clients_at_once(servers: Servers) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        # Pieces for both came in between each other.
+        # The pieces of the two clients were interleaved.
         assert order.index(1) < len(order) - 1 - order[::-1].index(0)
         assert order.index(0) < len(order) - 1 - order[::-1].index(1)
         return answers
@@ -356,7 +345,7 @@ def test_more_requests_than_run_at_once(servers: Servers) -> None:
 
 COMPLETION = {"model": MODEL_NAME, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
-#: Requests with something wrong: the path, and the body's text or values.
+#: Invalid requests: the path, and the body as text or as values.
 BAD_REQUESTS: dict[str, tuple[str, str | dict[str, Any]]] = {
     "prompt too long": ("completions", COMPLETION | {"prompt": "x" * 2 * MAX_MODEL_LEN}),
     "prompt as long as the model's limit": (
@@ -393,13 +382,13 @@ def test_bad_request_gets_its_error(servers: Servers, name: str) -> None:
     path, body = BAD_REQUESTS[name]
     content = body if isinstance(body, str) else json.dumps(body)
 
-    def ask(server: Server) -> tuple[int, Any]:
+    def run(server: Server) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"}
         answer = server.post(f"/v1/{path}", content=content, headers=headers)
         return answer.status_code, answer.json()
 
-    status, answer = servers.both(ask)
+    status, answer = servers.both(run)
     assert 400 <= status < 500, answer
     assert answer
-    # And the next request is served.
+    # The next request is served.
     assert servers.both(lambda server: text_of(complete(server, "Hello", max_tokens=8)))

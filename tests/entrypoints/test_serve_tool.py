@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make serve` runs: what is in the way is said in one line, and it ends when told to.
+"""The program of `make serve`: it reports an obstacle in one line, and ends on a signal.
 
-No model is loaded here; where a server is needed, a small program stands in for it.
+No model is loaded here; where a server is needed, a small program takes its place.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from checkpoint_makers.store import CACHE_VARIABLE
 TOOLS = Path(serve.__file__).parent
 ENOUGH_MEMORY = SimpleNamespace(available=1 << 40)
 
-#: Answers on /health as vLLM does, after a while; ends on SIGTERM with status 0.
+#: Answers on /health as vLLM does, after half a second; ends on SIGTERM with status 0.
 SERVER = """
 import http.server, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -40,7 +40,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-#: Starts a process of its own, and does not end on SIGTERM.
+#: Starts a child process, and does not end on SIGTERM.
 STUBBORN_SERVER = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough of everything, an empty cache, and nothing that is set by who runs the tests."""
+    """Enough memory, an empty cache, and none of the variables that a user may have set."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: ENOUGH_MEMORY)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     for name in ("PORT", serve.KV_CACHE_VARIABLE):
@@ -77,7 +77,7 @@ def must_not_start(*arguments: object) -> int:
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs the program, which must refuse, and returns the line that it says."""
+    """Runs the program, which must refuse to start, and returns the line that it prints."""
     monkeypatch.setattr(serve, "run_server", must_not_start)
 
     def run(*arguments: str) -> str:
@@ -135,7 +135,7 @@ def test_a_kv_cache_size_that_is_no_number(
 
 @pytest.mark.parametrize("found", [None, ModuleSpec("vllm", None)])
 def test_without_vllm(found: ModuleSpec | None, refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A folder of the name, without an __init__.py, is found as well.
+    # A folder of that name without an __init__.py is found, too.
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
     assert refusal() == (
         "error: vLLM is not installed in this Python environment; `make setup` does it"
@@ -187,7 +187,7 @@ def test_what_is_given_goes_to_vllm_and_replaces_defaults(
     assert ("--host", "0.0.0.0") in pairs
     assert ("--port", str(free_port)) in pairs
     assert ("--dtype", "float32") in pairs
-    # vLLM takes the last one of a name.
+    # The last argument of a name counts.
     assert command[-len(more) :] == more
     assert environment[serve.KV_CACHE_VARIABLE] == "1"
     assert environment["HF_HUB_OFFLINE"] == "0"
@@ -198,7 +198,7 @@ def test_what_is_given_goes_to_vllm_and_replaces_defaults(
 
 
 def start_tool(server: str, port: int) -> "subprocess.Popen[str]":
-    """The part of the program that runs a server, in a process of its own."""
+    """Run the part of the program that runs a server, in a process of its own."""
     program = (
         "import os, sys, serve\n"
         f"command = [sys.executable, '-c', {server!r}, '{port}']\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short soak of a real server, and what a soak makes of faults."""
+"""A short soak of a real server, and the verdicts of a soak on faults."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def test_short_soak(tmp_path: Path) -> None:
 
 
 def good_report() -> Report:
-    """Of a soak in which all was well."""
+    """The report of a soak without faults."""
     actions = {"ask_the_same_at_once": 3, "ask_what_begins_alike": 3}
     flat = growth_of("EngineCore", [(float(t), 100 * MIB) for t in range(10)])
     return Report(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are made once, whole or not at all, and what hinders is said in one line."""
+"""Checkpoints are made once, completely or not at all, and obstacles are reported in one line."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ ORIGIN = {"format": 1, "sizes": (1, 2)}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, in use."""
+    """An empty cache folder, which the environment names."""
     folder = tmp_path / "cache"
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
@@ -68,7 +68,7 @@ def run_tool(*arguments: str, cache: Path | str) -> "subprocess.CompletedProcess
 
 
 def contents(folder: Path) -> list[str]:
-    """Names in a cache folder, without the locks that stay in it."""
+    """Names in a cache folder, without the lock files that stay in it."""
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
@@ -124,7 +124,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_a_checkpoint(cache: P
         cache,
     )
     assert killed.wait(60) == -signal.SIGKILL
-    assert len(contents(cache)) == 1, "the test needs something half made"
+    assert len(contents(cache)) == 1, "the test needs an unfinished checkpoint"
     assert not is_checkpoint("model", ORIGIN)
 
     folder = ensure_checkpoint("model", ORIGIN, write_weights)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny checkpoints prove something about a KV cache: what they attend to decides what they
-say. Shown on base vLLM, so that a fault of the fork cannot hide in it.
+"""The outputs of the tiny checkpoints depend on what they attend to, so they can test a KV cache.
+
+These tests run on base vLLM, so that a fault of the hybrid manager cannot hide here.
 """
 
 import json
@@ -25,29 +26,29 @@ from checkpoint_makers.byte_tokenizer import (
 from checkpoint_makers.store import CACHE_VARIABLE
 from checkpoint_makers.tiny_models import TINY_GEMMA3, WINDOW, ensure_tiny
 from support.engine import EngineProcess, EngineResult, Round, assert_base_ran
-from support.engine_prompts import Noise
+from support.engine_prompts import noise_prompt, with_changed_token
 
 PROMPT_LENGTH = 700
 MAX_TOKENS = 48
 #: Base's path for Mamba on CPUs crashes with prefix caching.
 WITHOUT_PREFIX_CACHE = ("tiny-granite4", "tiny-falcon-h1")
 TINY_NAMES = [name for name in checkpoints.CHECKPOINTS if name.startswith("tiny-")]
-#: It wants something to listen to.
+#: It needs audio.
 WHISPER = "tiny-whisper"
-#: It has more tokens, and needs torchvision or its stand-in; `test_multimodal.py` shows the same.
-SEES = "tiny-gemma3-images"
-#: Base has no PLaMo 2; `test_plamo2.py` shows the same of it.
+#: It has more tokens, and needs torchvision or a replacement; `test_multimodal.py` shows the same.
+IMAGES = "tiny-gemma3-images"
+#: Base has no PLaMo 2; `test_plamo2.py` shows the same for it.
 NOT_ON_BASE = ("tiny-plamo2",)
 
 
 @pytest.fixture(scope="module")
 def base_engine() -> Iterator[EngineProcess]:
-    with EngineProcess(fork=False) as process:
+    with EngineProcess(hybrid=False) as process:
         yield process
 
 
 def reach_of_windows(num_layers: int) -> int:
-    """How far back, in tokens, a stack of layers with a sliding window can look at all."""
+    """How many tokens back a stack of layers with sliding windows can read at most."""
     return num_layers * (WINDOW - 1)
 
 
@@ -56,21 +57,10 @@ def text_ids(length: int, seed: int = 1) -> list[int]:
     return [BOS_ID, *rng.choices(printable_ids(), k=length - 1)]
 
 
-def with_changed_token(prompt: Sequence[int], distance: int) -> list[int]:
-    """The prompt with another token at `distance` from its last token, which computes the
-    first token of the output; from all later tokens it is further away.
-    """
-    position = len(prompt) - 1 - distance
-    others = [token for token in printable_ids() if token != prompt[position]]
-    changed = list(prompt)
-    changed[position] = random.Random(distance).choice(others)
-    return changed
-
-
 def run_with_changes(
     engine: EngineProcess, model: Path, distances: Sequence[int]
 ) -> tuple[EngineResult, list[int], list[list[int]]]:
-    """The result, the output of the unchanged prompt, and one output for each distance."""
+    """Returns the result, the output of the unchanged prompt, and one output per distance."""
     prompt = text_ids(PROMPT_LENGTH)
     prompts = [prompt, *(with_changed_token(prompt, distance) for distance in distances)]
     result = engine.run(
@@ -80,9 +70,8 @@ def run_with_changes(
     )
     assert_base_ran(result)
     unchanged, *changed = result.rounds[0].token_ids
-    assert unchanged is not None
-    assert [len(output or ()) for output in (unchanged, *changed)] == [MAX_TOKENS] * len(prompts)
-    return result, unchanged, [output for output in changed if output is not None]
+    assert [len(output) for output in (unchanged, *changed)] == [MAX_TOKENS] * len(prompts)
+    return result, unchanged, changed
 
 
 def num_different(unchanged: list[int], outputs: list[list[int]]) -> int:
@@ -92,8 +81,8 @@ def num_different(unchanged: list[int], outputs: list[list[int]]) -> int:
 def test_tiny_gemma3_depends_on_tokens_that_only_full_attention_reaches(
     base_engine: EngineProcess,
 ) -> None:
-    # The full-attention layer is the last: what it sees of a token has passed no other layer
-    # that could have carried it further.
+    # The full-attention layer is the last: what it reads of a far token has passed only layers
+    # with sliding windows, which do not carry it that far.
     model = checkpoints.tiny_gemma3()
     layer_types = json.loads((model / "config.json").read_text())["layer_types"]
     assert layer_types == ["sliding_attention"] * 5 + ["full_attention"]
@@ -128,8 +117,8 @@ def test_tiny_mistral_depends_on_what_its_windows_reach_and_on_nothing_else(
     assert result.num_groups == 1
     assert num_different(unchanged, changed[: len(inside)]) == len(inside)
     assert num_different(unchanged, changed[len(inside) :]) == 0
-    # Not even the numbers behind the choice change.
-    logprobs = result.rounds[0].each("logprobs")
+    # Not even the log-probabilities change.
+    logprobs = [request.logprobs for request in result.rounds[0].requests]
     for of_outside in logprobs[1 + len(inside) :]:
         assert of_outside == pytest.approx(logprobs[0], abs=1e-4)
 
@@ -139,7 +128,7 @@ def test_tiny_mistral_depends_on_what_its_windows_reach_and_on_nothing_else(
     [
         ("tiny-gemma2", 2, 5),
         ("tiny-llama", 1, 5),
-        # A single layer sees beyond the chunk, and its heads pick few tokens.
+        # A single layer reads beyond the chunk, and its heads attend to few tokens.
         ("tiny-llama4", 4, 4),
         ("tiny-granite4", 4, 5),
         ("tiny-falcon-h1", 2, 5),
@@ -158,12 +147,12 @@ def test_the_others_depend_on_near_and_far_tokens(
 def test_tiny_whisper_depends_on_what_it_hears_and_on_near_and_far_tokens(
     base_engine: EngineProcess,
 ) -> None:
-    """Also on the last fifth of a second of two, which is in its encoder's last block."""
+    """Of two seconds of audio, also on the last fifth of a second: the encoder's last block."""
     prompt = text_ids(300)
     lengths = [32_000, 28_800, 16_000, 1_600]
-    sounds = [Noise(seed, 32_000, prompt) for seed in (1, 2, 3)]
-    sounds += [Noise(1, num_samples, prompt) for num_samples in lengths]
-    sounds += [Noise(1, 32_000, with_changed_token(prompt, d)) for d in (20, 100, 200, 290)]
+    sounds = [noise_prompt(seed, 32_000, prompt) for seed in (1, 2, 3)]
+    sounds += [noise_prompt(1, num_samples, prompt) for num_samples in lengths]
+    sounds += [noise_prompt(1, 32_000, with_changed_token(prompt, d)) for d in (20, 100, 200, 290)]
     result = base_engine.run(
         checkpoints.tiny_whisper(), [Round(sounds, MAX_TOKENS)], max_model_len=448
     )
@@ -173,21 +162,21 @@ def test_tiny_whisper_depends_on_what_it_hears_and_on_near_and_far_tokens(
     same = others.pop(lengths.index(32_000) + 2)
     assert same == unchanged and len(unchanged) == MAX_TOKENS
     assert num_different(unchanged, others) == len(others)
-    for text in result.rounds[0].each("text"):
+    for text in result.rounds[0].texts:
         assert text.isascii() and text.isprintable() and len(set(text)) > 10
 
 
 def test_outputs_are_varied_and_printable(base_engine: EngineProcess) -> None:
     prompts = ["Hello", "The capital of France is"]
     for name in TINY_NAMES:
-        if name in (WHISPER, SEES, *NOT_ON_BASE):
+        if name in (WHISPER, IMAGES, *NOT_ON_BASE):
             continue
         result = base_engine.run(
             checkpoints.CHECKPOINTS[name](False),
             [Round(prompts, MAX_TOKENS)],
             enable_prefix_caching=name not in WITHOUT_PREFIX_CACHE,
         )
-        texts = result.rounds[0].each("text")
+        texts = result.rounds[0].texts
         assert len(set(texts)) == len(prompts)
         for text in texts:
             assert text.isascii() and text.isprintable() and len(text) == MAX_TOKENS
@@ -223,7 +212,7 @@ def test_a_second_call_writes_nothing(name: str) -> None:
     assert times(make(False)) == before
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_NAMES if name != SEES])
+@pytest.mark.parametrize("name", [name for name in TINY_NAMES if name != IMAGES])
 def test_the_tokenizer_maps_bytes_and_adds_bos(name: str) -> None:
     folder = checkpoints.CHECKPOINTS[name](False)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -300,9 +289,9 @@ def test_gemma3_270m_goes_on_sensibly(base_engine: EngineProcess, gemma: Path) -
     ]
     result = base_engine.run(gemma, [Round(prompts, 16)], dtype="bfloat16", max_model_len=256)
     assert_base_ran(result)
-    capital, fox, numbers = result.rounds[0].each("text")
+    capital, fox, numbers = result.rounds[0].texts
     assert fox.startswith(" dog")
     assert numbers.startswith(" 7, 8, 9")
     # Without <bos> it would repeat one token.
     assert "France" in capital
-    assert len(set(result.rounds[0].token_ids[0] or ())) >= 5
+    assert len(set(result.rounds[0].token_ids[0])) >= 5

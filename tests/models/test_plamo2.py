@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny PLaMo 2 depends on what it reads, by the formulas and without any engine; and what
-its configuration means.
+"""By the formulas and without an engine, the tiny PLaMo 2 depends on near and far tokens.
+
+Also what a PLaMo 2 configuration means.
 """
 
 import json
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import checkpoints
-from support.engine_prompts import random_tokens
+from support.engine_prompts import random_tokens, with_changed_token
 from support.plamo2_reference import Plamo2Reference
 from vllm.transformers_utils.configs.plamo2 import Plamo2Config
 
@@ -24,26 +25,23 @@ def test_the_tiny_model_depends_on_near_and_far_tokens() -> None:
     prompt = random_tokens(400, seed=1)
     unchanged = likely_next(reference, prompt)
     for distance in (1, 40, 63, 64, 126, 200, 390):
-        changed = list(prompt)
-        changed[-1 - distance] = 37 + (changed[-1 - distance] - 36) % 95
-        difference = (likely_next(reference, changed) - unchanged).abs().max()
+        changed = likely_next(reference, with_changed_token(prompt, distance))
+        difference = (changed - unchanged).abs().max()
         assert difference > 0.5, f"{distance} tokens before: {difference}"
 
 
 def test_without_its_states_it_does_not_see_beyond_its_windows() -> None:
-    """What it knows of far tokens, it knows from Mamba's states and nothing else."""
+    """Only Mamba's states carry information about far tokens."""
     reference = Plamo2Reference(checkpoints.tiny_plamo2())
     for name, weight in reference.weights.items():
         if name.endswith("A_log"):
-            weight.fill_(20.0)  # States then forget all at once.
+            weight.fill_(20.0)  # States then forget everything in one step.
     prompt = random_tokens(400, seed=1)
-    # Two layers look 63 tokens back, two 3.
-    inside, outside = list(prompt), list(prompt)
-    inside[-1 - 60] = 37
-    outside[-1 - 140] = 37
+    # Two layers read 63 tokens back, and two 3.
     unchanged = likely_next(reference, prompt)
-    assert not torch.equal(likely_next(reference, inside), unchanged)
-    assert torch.equal(likely_next(reference, outside), unchanged)
+    inside, outside = (likely_next(reference, with_changed_token(prompt, d)) for d in (60, 140))
+    assert not torch.equal(inside, unchanged)
+    assert torch.equal(outside, unchanged)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_a_step_that_leaves_no_layer_for_mamba_is_refused() -> None:
 
 
 def test_a_published_configuration_survives_writing_and_reading(tmp_path: Path) -> None:
-    """With names of which we make nothing, and the window under both of its names."""
+    """Also keys that we do not use, and the window under both of its names."""
     published = {
         "architectures": ["Plamo2ForCausalLM"],
         "model_type": "plamo2",

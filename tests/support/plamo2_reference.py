@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PLaMo 2 in plain PyTorch, from its formulas: one sequence, token after token, in float64.
+"""PLaMo 2 in plain PyTorch, from its formulas: one sequence, token by token, in float64.
 
-It shares no code with `vllm.model_executor.models.plamo2`, so that it can tell that one wrong.
+It shares no code with the model that the engine runs, so that it can show that one wrong.
 """
 
 import json
@@ -23,24 +23,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary embedding of ``[tokens, heads, size]``, positions from 0; channel i pairs with
-    channel i + size / 2.
+    """Rotary embedding of ``[tokens, heads, size]`` from position 0.
+
+    Channel i pairs with channel i + size / 2.
     """
     half = x.shape[-1] // 2
     speeds = base ** (-torch.arange(half, dtype=x.dtype) / half)
     angles = (torch.arange(len(x), dtype=x.dtype)[:, None] * speeds)[:, None]
+    cos, sin = angles.cos(), angles.sin()
     first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        [
-            first * angles.cos() - second * angles.sin(),
-            second * angles.cos() + first * angles.sin(),
-        ],
-        dim=-1,
-    )
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def weights_below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights whose names begin with a prefix, under the rest of their names."""
+    return {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
 
 
 class Plamo2Reference:
-    """A checkpoint's model."""
+    """The model of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
@@ -49,29 +50,23 @@ class Plamo2Reference:
         self.eps = self.config["rms_norm_eps"]
 
     def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
-        """``[tokens, vocabulary]``: of the token that follows each."""
+        """Those of the token that follows each token: ``[tokens, vocabulary]``."""
         embeddings = self.weights["model.embed_tokens.weight"]
         x = embeddings[torch.tensor(token_ids)]
         for layer in range(self.config["num_hidden_layers"]):
             x = self._layer(x, layer)
         x = rms_norm(x, 1 + self.weights["model.norm.weight"], self.eps)
-        output = (
-            embeddings if self.config["tie_word_embeddings"] else self.weights["lm_head.weight"]
-        )
+        tied = self.config["tie_word_embeddings"]
+        output = embeddings if tied else self.weights["lm_head.weight"]
         return (x @ output[: self.config["vocab_size"]].T).log_softmax(-1)
 
     def _layer(self, x: Tensor, layer: int) -> Tensor:
-        prefix = f"model.layers.layers.{layer}."
-        own = {
-            name.removeprefix(prefix): weight
-            for name, weight in self.weights.items()
-            if name.startswith(prefix)
-        }
+        own = weights_below(self.weights, f"model.layers.layers.{layer}.")
 
         def norm(x: Tensor, name: str, offset: float) -> Tensor:
             return rms_norm(x, own[f"{name}.weight"] + offset, self.eps)
 
-        mixer = {k.removeprefix("mixer."): w for k, w in own.items() if k.startswith("mixer.")}
+        mixer = weights_below(own, "mixer.")
         mixed = norm(x, "pre_mixer_norm", 1)
         mixed = self._mamba(mixed, mixer) if "A_log" in mixer else self._attend(mixed, mixer, layer)
         x = x + norm(mixed, "post_mixer_norm", 1 / 5)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers: `vllm serve` in processes of their own, with the fork on or off.
+"""Real servers: `vllm serve` in processes of their own, with the plugin on or off.
 
-with Server(model, fork=True) as server:
+with Server(model, hybrid=True) as server:
     server.wait_until_healthy()
     client = openai.OpenAI(base_url=server.api_url, api_key="none")
 """
@@ -14,97 +14,71 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from support import vllm_settings
+
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
 COMMAND = Path(__file__).with_name("vllm_cli.py")
 MODEL_NAME = "tiny"
-#: The beginning of the line that the fork logs where it serves an engine.
+#: The beginning of the line that the plugin logs where the hybrid manager serves an engine.
 ACTIVE_LINE = "Hybrid KV cache: active"
 
-#: Of every server process.
 ENVIRONMENT = {
-    # On few cores, threads that wait by spinning stop everything else.
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Even an eager engine compiles a few small functions, for longer than these tests run.
-    "TORCHDYNAMO_DISABLE": "1",
-    # Has /reset_prefix_cache.
+    # Enables /reset_prefix_cache.
     "VLLM_SERVER_DEV_MODE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # The log is read by tests.
+    # Tests read the log.
     "NO_COLOR": "1",
 }
-
-#: Of every server; a server's own arguments come after, and the last of a name counts.
-ARGUMENTS = (
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=1024",
-    "--max-num-seqs=8",
-    "--block-size=32",
-    "--kv-cache-memory-bytes=64M",
-    "--enable-prompt-tokens-details",
-    # Or its processes are killed at once where they should end by themselves.
-    "--shutdown-timeout=20",
-    # Ignored when the fork is off, as any other plugin's options are.
-    '--additional-config={"hybrid_kv": {"check_integrity": true}}',
-)
+SERVER_ARGS = vllm_settings.ENGINE_ARGS | {
+    "enable_prompt_tokens_details": True,
+    # By default the server kills its processes at once instead of letting them end.
+    "shutdown_timeout": 20,
+}
 
 
 class ServerError(AssertionError):
-    """A server did not start, or did not stay up; says how its log ends."""
+    """A server did not start or did not stay up; the message has the end of its log."""
 
 
 class Server:
     """`vllm serve` on a free port of the loopback interface; a context manager.
 
     Entering starts the process and does not wait for it, so that several can start at once.
-    Leaving ends it, and raises `ServerError` if it does not end cleanly, or had ended before
-    and nobody has waited for that.
+    Leaving ends it, and raises `ServerError` if it does not end cleanly, or if it had ended
+    before and no method of this class has reported that.
 
     Args:
-        arguments: Of `vllm serve`, on top of `ARGUMENTS`.
+        arguments: Arguments of `vllm serve`, which replace those of `SERVER_ARGS`.
     """
 
     def __init__(
         self,
         model: Path,
         *,
-        fork: bool,
+        hybrid: bool,
         arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.port = find_free_port()
         self.url = f"http://{HOST}:{self.port}"
         self.api_url = f"{self.url}/v1"
-        self._expected_to_end = False
+        self._end_is_reported = False
         self._http = httpx.Client(base_url=self.url, timeout=60)
-        self._environment = os.environ | ENVIRONMENT | {"VLLM_HYBRID_KV": "1" if fork else "0"}
-        self._environment |= environment or {}
-        self._command = [
-            sys.executable,
-            "-P",
-            str(COMMAND),
-            "serve",
-            str(model),
-            f"--host={HOST}",
-            f"--port={self.port}",
-            f"--served-model-name={MODEL_NAME}",
-            *ARGUMENTS,
-            *arguments,
-        ]
+        self._environment = vllm_settings.environment(hybrid, ENVIRONMENT | (environment or {}))
+        address = {"host": HOST, "port": self.port, "served_model_name": MODEL_NAME}
+        self._command = [sys.executable, "-P", str(COMMAND), "serve", str(model)]
+        # The last argument of a name counts.
+        self._command += [*command_line(address | SERVER_ARGS), *arguments]
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
@@ -117,17 +91,12 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A process group: whatever it starts can be ended with it.
+                # Makes a process group, with which all that it starts can be ended.
                 start_new_session=True,
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         try:
             problem = self._stop()
             self._http.close()
@@ -152,26 +121,14 @@ class Server:
         return [process, *process.children(recursive=True)]
 
     def wait_until_healthy(self, timeout: float = 500) -> Self:
-        """Wait until the server answers.
-
-        Raises:
-            ServerError: it has ended instead, or `timeout` seconds have passed.
-        """
+        """Wait until the server answers; raises as `wait_for`."""
         self.wait_for(self.is_healthy, bool, timeout)
         return self
-
-    def wait_until_ended(self, timeout: float = 500) -> int:
-        """Wait until the server has ended by itself, and return its exit status."""
-        self._expected_to_end = True
-        try:
-            return self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise ServerError(self.describe(f"It still ran after {timeout} s.")) from None
 
     def wait_for(
         self, observe: Callable[[], T], accept: Callable[[T], bool], timeout: float = 60
     ) -> T:
-        """Observe again and again until what is seen is accepted, and return it.
+        """Observe again and again until the result is accepted, and return it.
 
         Raises:
             ServerError: the server has ended, or `timeout` seconds have passed.
@@ -179,6 +136,7 @@ class Server:
         end = time.monotonic() + timeout
         while not accept(seen := observe()):
             if not self.is_running:
+                self._end_is_reported = True
                 raise ServerError(self.describe(f"It ended with {self._process.returncode}."))
             if time.monotonic() > end:
                 raise ServerError(self.describe(f"After {timeout} s still {seen!r}."))
@@ -191,37 +149,24 @@ class Server:
         except httpx.TransportError:
             return False
 
-    def metrics(self) -> dict[str, float]:
-        """The server's metrics by sample name, each summed over its labels."""
-        return parse_metrics(self._http.get("/metrics").raise_for_status().text)
+    def metric(self, name: str) -> float:
+        """The value of one of vLLM's metrics.
 
-    def metric(self, name: str, **labels: str) -> float:
-        """One sample, of which exactly one has the labels.
-
-        A metric appears as soon as the server has recorded it, so one that is missing is an
-        error and not zero.
+        A metric appears as soon as the server has recorded it, so a missing one is an error and
+        not zero.
         """
-        text = self._http.get("/metrics").raise_for_status().text
-        (value,) = (
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
-        return value
+        return parse_metrics(self._http.get("/metrics").raise_for_status().text)[f"vllm:{name}"]
 
-    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
-        """Send JSON, or other content as `content=`, and return the answer whatever it is."""
-        if body is not None:
-            kwargs |= {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+    def post(self, path: str, **kwargs: Any) -> httpx.Response:
+        """Post what httpx's arguments say, and return the response whatever its status is."""
         return self._http.post(path, **kwargs)
 
     def reset_prefix_cache(self, **parameters: Any) -> bool:
-        answer = self.post("/reset_prefix_cache", params=parameters)
-        return answer.raise_for_status().json()["success"]
+        response = self.post("/reset_prefix_cache", params=parameters)
+        return response.raise_for_status().json()["success"]
 
     def _stop(self) -> str | None:
-        """End all processes, and say what was wrong with that, if anything was."""
+        """End all processes, and describe what was wrong with that, if anything was."""
         status = self._process.poll()
         problem = None
         if status is None:
@@ -231,7 +176,7 @@ class Server:
                 problem = f"It ended with status {status} after SIGTERM." if status else None
             except subprocess.TimeoutExpired:
                 problem = "It did not end within 60 s of SIGTERM."
-        elif not self._expected_to_end:
+        elif not self._end_is_reported:
             problem = f"It had ended by itself, with status {status}."
         left_behind = end_group(self._process.pid, patience=0 if problem else 10)
         self._process.wait()
@@ -248,6 +193,13 @@ def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
+
+
+def command_line(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments as vLLM's command takes them; those that are True become flags."""
+    for name, value in arguments.items():
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        yield f"--{name.replace('_', '-')}" + ("" if value is True else f"={text}")
 
 
 def end_group(group: int, patience: float) -> list[str]:
@@ -269,6 +221,7 @@ def _is_in_group(process: psutil.Process, group: int) -> bool:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
+    """Metrics by sample name, each summed over its labels."""
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

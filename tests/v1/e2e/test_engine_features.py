@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else a server does, on the real engine with the fork off and on."""
+"""Events, structured output, LoRA and sleep on the real engine, with either manager."""
 
 import re
 import threading
@@ -19,11 +19,13 @@ from support.engine import EnginePair, EngineProcess, EngineResult, Round, asser
 from support.engine_prompts import prompts
 from support.lora import write_adapter
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 
 
 @contextmanager
 def subscriber(endpoint: str) -> Iterator[list[tuple[int, KVEventBatch]]]:
-    """What a subscriber to an engine's KV cache events receives: sequence numbers and batches."""
+    """A subscriber to KV cache events; the list fills with sequence numbers and batches."""
     received: list[tuple[int, KVEventBatch]] = []
     decode = msgspec.msgpack.Decoder(KVEventBatch).decode
     context = zmq.Context()
@@ -34,7 +36,7 @@ def subscriber(endpoint: str) -> Iterator[list[tuple[int, KVEventBatch]]]:
     done = threading.Event()
 
     def receive() -> None:
-        # Until nothing has come for a while after the engine has ended.
+        # Until nothing has arrived for a while after the engine has ended.
         while True:
             try:
                 _, sequence, payload = socket.recv_multipart()
@@ -55,7 +57,7 @@ def subscriber(endpoint: str) -> Iterator[list[tuple[int, KVEventBatch]]]:
 
 
 def published(engine: EngineProcess, model: Path, endpoint: str) -> tuple[EngineResult, list[Any]]:
-    """A run with repeated prompts and evictions, and the events that came over the wire."""
+    """Run repeated prompts with evictions; returns also the events that a subscriber received."""
     batches = [prompts([310, 130, 200, 90], seed=seed) for seed in (3, 3, 4, 5, 3)]
     with subscriber(endpoint) as received:
         result = engine.run(
@@ -74,65 +76,66 @@ def published(engine: EngineProcess, model: Path, endpoint: str) -> tuple[Engine
 
 
 def test_kv_cache_events_over_zmq(engines: EnginePair, tiny_gemma3: Path, tmp_path: Path) -> None:
-    """A subscriber sees what was published, and the same from both managers."""
+    """A subscriber receives what was published, and the same from both managers."""
     base, of_base = published(engines.base, tiny_gemma3, f"ipc://{tmp_path}/base")
-    fork, of_fork = published(engines.fork, tiny_gemma3, f"ipc://{tmp_path}/fork")
+    hybrid, of_hybrid = published(engines.hybrid, tiny_gemma3, f"ipc://{tmp_path}/hybrid")
 
-    assert fork.fork_is_active and not base.fork_is_active
-    assert_same_outputs(base, fork)
-    assert len(of_fork) > 100
-    assert list(map(repr, of_fork)) == fork.events
-    assert sorted(map(repr, of_fork)) == sorted(map(repr, of_base))
-    # Each but the first block of a prompt names the block before it, which came before.
-    stored = [event for event in of_fork if isinstance(event, BlockStored)]
+    assert hybrid.hybrid_is_active and not base.hybrid_is_active
+    assert_same_outputs(base, hybrid)
+    assert len(of_hybrid) > 100
+    assert list(map(repr, of_hybrid)) == hybrid.events
+    assert sorted(map(repr, of_hybrid)) == sorted(map(repr, of_base))
+    # All blocks but the first of a prompt name the block before them, which was stored earlier.
+    stored = [event for event in of_hybrid if isinstance(event, BlockStored)]
     hashes: set[Any] = set()
     for event in stored:
         assert event.parent_block_hash is None or event.parent_block_hash in hashes
         hashes.update(event.block_hashes)
     assert sum(event.parent_block_hash is not None for event in stored) > 10
-    assert {event.group_idx for event in stored} == set(range(fork.num_groups))
-    assert any(isinstance(event, BlockRemoved) for event in of_fork)
+    assert {event.group_idx for event in stored} == set(range(hybrid.num_groups))
+    assert any(isinstance(event, BlockRemoved) for event in of_hybrid)
 
 
 def test_structured_output(engines: EnginePair, tiny_gemma3: Path) -> None:
     pattern = "(yes|no)(, (yes|no)){3}"
-    base, fork = engines.run(
+    choice = StructuredOutputsParams(regex=pattern)
+    base, hybrid = engines.run(
         tiny_gemma3,
         [
             Round(
                 ["The first one", "Something else entirely"] * 2,
                 max_tokens=24,
-                sampling={"structured_outputs": {"regex": pattern}, "ignore_eos": False},
+                sampling={"structured_outputs": choice, "ignore_eos": False},
             )
         ]
         * 2,
     )
 
-    assert_same_outputs(base, fork)
-    for again in fork.rounds:
-        for text in again.each("text"):
+    assert_same_outputs(base, hybrid)
+    for again in hybrid.rounds:
+        for text in again.texts:
             assert re.fullmatch(pattern, text)
 
 
 def test_adapters(engines: EnginePair, tiny_gemma3: Path, tmp_path: Path) -> None:
-    """Two LoRA adapters and none, in turn: each hits only what it has computed itself."""
+    """Two LoRA adapters and none in turn: each hits only what it has computed itself."""
     first, second = (
-        str(write_adapter(tmp_path / name, tiny_gemma3, seed))
-        for seed, name in enumerate(("first", "second"))
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, tiny_gemma3, seed=number)))
+        for number, name in enumerate(("first", "second"), start=1)
     )
     batch = prompts([310, 130, 200], seed=4)
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         tiny_gemma3,
         [Round(batch, max_tokens=12, lora=lora) for lora in (first, second, None) * 2],
         enable_lora=True,
         max_lora_rank=8,
     )
 
-    assert_same_outputs(base, fork)
-    outputs = [again.token_ids for again in fork.rounds]
+    assert_same_outputs(base, hybrid)
+    outputs = [again.token_ids for again in hybrid.rounds]
     assert outputs[:3] == outputs[3:]
     assert outputs[0] != outputs[1] != outputs[2] != outputs[0]
-    for before, after in zip(fork.rounds[:3], fork.rounds[3:], strict=True):
+    for before, after in zip(hybrid.rounds[:3], hybrid.rounds[3:], strict=True):
         assert sum(before.num_cached_tokens) == 0
         assert min(after.num_cached_tokens) >= 96
 
@@ -148,8 +151,9 @@ def reload_weights(step: int, model: Path) -> Call:
 def test_sleep_and_new_weights(
     engines: EnginePair, tiny_gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What keeps its weights and its KV cache on CPUs, where base frees no memory, still
-    pauses, preempts who runs, and forgets the prefixes that the old weights computed.
+    """Sleep pauses the engine, preempts running requests and resets the prefix cache.
+
+    On CPUs, base keeps the weights and the KV cache in memory.
     """
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv(CACHE_VARIABLE, str(tmp_path))
@@ -166,19 +170,19 @@ def test_sleep_and_new_weights(
         [sleep_when_idle, reload_weights(0, tiny_gemma3), (0, "wake_up", {})],
         [pause, (7, "wake_up", {"tags": ["scheduling"]})],
     ]
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         tiny_gemma3, [Round(batch, max_tokens=8, calls=before_steps) for before_steps in calls]
     )
 
-    assert_same_outputs(base, fork)
-    assert [again.counters for again in fork.rounds] == [again.counters for again in base.rounds]
-    first, changed, hit_by_changed, other_weights, restored, paused = fork.rounds
+    assert_same_outputs(base, hybrid)
+    assert [again.counters for again in hybrid.rounds] == [again.counters for again in base.rounds]
+    first, changed, hit_by_changed, other_weights, restored, paused = hybrid.rounds
     assert changed.counters["num_preemptions"] == len(batch)
     assert paused.counters["num_preemptions"] == 0
     for before, after in zip(first.token_ids, changed.token_ids, strict=True):
         assert before[:3] == after[:3] and before[3:] != after[3:]
     assert first.token_ids == restored.token_ids == paused.token_ids
-    # Computed by the other weights alone, from the beginning or on what `changed` left behind.
+    # The other weights computed all of it, or resumed from blocks that `changed` had computed.
     assert hit_by_changed.token_ids == other_weights.token_ids != first.token_ids
     for forgotten in (other_weights, restored):
         assert forgotten.num_cached_tokens == first.num_cached_tokens == [0, 0, 0]

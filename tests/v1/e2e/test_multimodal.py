@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images on the real engine: Gemma 3 with its vision tower, with the fork off and on.
+"""Images on the real engine: Gemma 3 with its vision tower, with either manager.
 
-On CPUs base attends causally inside of an image, too.
+On CPUs, base's attention is causal inside of an image, too.
 """
 
 import checkpoints
 from support.engine import EnginePair, Round, assert_same_outputs
-from support.engine_prompts import Illustrated, random_text
+from support.engine_prompts import image_prompt, random_text
 
 PAGES = [random_text(100, seed) for seed in range(3)]
-#: Where the tokens of the first and of the second image begin: after <bos>, a page, the
-#: newlines, and what announces an image; the second also after 64 tokens and three marks.
+#: Where the tokens of the two images begin: after <bos>, a page, the newlines and the token that
+#: begins an image; the second also after the first image's 64 tokens and three more tokens.
 FIRST_IMAGE, SECOND_IMAGE = 103, 271
 PROMPT_LENGTH = 437
 
 
-def illustrated(first: int, second: int) -> Illustrated:
+def illustrated(first: int, second: int) -> dict[str, object]:
     """The same text with two images, given by their seeds."""
-    return Illustrated("<start_of_image>".join(PAGES), [first, second])
+    return image_prompt("<start_of_image>".join(PAGES), [first, second])
 
 
 def last_block_end(length: int) -> int:
@@ -25,9 +25,9 @@ def last_block_end(length: int) -> int:
 
 
 def test_images(engines: EnginePair) -> None:
-    """A prompt is hit as far as its images are the same."""
+    """A prompt is hit up to the first image that differs."""
     pairs = [(1, 2), (1, 2), (1, 3), (1, 4), (5, 2), (6, 2)]
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         checkpoints.tiny_gemma3_images(),
         [
             *(Round([illustrated(*pair)], max_tokens=8) for pair in pairs),
@@ -35,22 +35,22 @@ def test_images(engines: EnginePair) -> None:
         ],
     )
 
-    assert_same_outputs(base, fork)
-    assert [r.num_cached_tokens for r in fork.rounds] == [r.num_cached_tokens for r in base.rounds]
-    # Who comes second with another image only shows where prefixes part; the third resumes there.
-    assert [r.num_cached_tokens[0] for r in fork.rounds[:-1]] == [
+    assert_same_outputs(base, hybrid)
+    assert hybrid.num_cached_tokens == base.num_cached_tokens
+    # The second prompt with another image shows where prefixes diverge; the third resumes there.
+    assert [r.num_cached_tokens[0] for r in hybrid.rounds[:-1]] == [
         *(0, last_block_end(PROMPT_LENGTH - 1)),
         *(0, last_block_end(SECOND_IMAGE)),
         *(0, last_block_end(FIRST_IMAGE)),
     ]
-    outputs = [r.token_ids[0] for r in fork.rounds[:-1]]
+    outputs = [r.token_ids[0] for r in hybrid.rounds[:-1]]
     assert outputs[0] == outputs[1]
     assert len(set(map(tuple, outputs))) == len(set(pairs))
 
 
 def test_images_with_preemption(engines: EnginePair) -> None:
-    """Images that are cut by chunks, in a pool that only some of the requests fit in."""
-    base, fork = engines.run(
+    """Chunks end inside of images, in a pool that only some of the requests fit in."""
+    base, hybrid = engines.run(
         checkpoints.tiny_gemma3_images(),
         [
             Round(
@@ -65,8 +65,8 @@ def test_images_with_preemption(engines: EnginePair) -> None:
         num_gpu_blocks_override=88,
     )
 
-    assert_same_outputs(base, fork)
-    for result in (base, fork):
+    assert_same_outputs(base, hybrid)
+    for result in (base, hybrid):
         assert result.total("num_preemptions") > 0
         assert result.total("prefix_cache_hits") > 0
-    assert fork.peak_usage > 0.8
+    assert hybrid.peak_usage > 0.8

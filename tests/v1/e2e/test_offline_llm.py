@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LLM(...)` as users call it: the log says what runs, and what is not covered still works."""
+"""`LLM(...)` as users call it: what the log says, and what works without a hybrid manager."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ ROUNDS = [Round(prompts([60, 200, 310], seed=1), max_tokens=24)] * 2
 
 
 def log_lines(result: EngineResult) -> list[str]:
-    """What the fork says, without vLLM's prefix of process, time and place."""
+    """The plugin's lines, without vLLM's prefix of process, time and source line."""
     return [
         line[line.index("Hybrid KV cache: ") :]
         for line in result.log.splitlines()
@@ -31,64 +31,67 @@ def log_lines(result: EngineResult) -> list[str]:
 
 
 def test_says_once_how_the_cache_is_arranged(engines: EnginePair, tiny_gemma3: Path) -> None:
-    base, fork = engines.run(tiny_gemma3, ROUNDS)
+    base, hybrid = engines.run(tiny_gemma3, ROUNDS)
 
     assert log_lines(base) == []
-    (line,) = log_lines(fork)
+    (line,) = log_lines(hybrid)
     assert line.startswith("Hybrid KV cache: active, 2 managers for 6 KV cache groups")
-    assert_same_outputs(base, fork)
+    assert_same_outputs(base, hybrid)
 
 
 def test_needs_no_statistics_and_no_options(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """`LLM`'s own defaults; then the bookkeeping is not checked in every step."""
+    """`LLM`'s own defaults, with which the bookkeeping is not verified in every step."""
     settings = {"disable_log_stats": True, "additional_config": {}}
     base = engines.base.run(tiny_gemma3, ROUNDS, **settings)
-    fork = engines.fork.run(tiny_gemma3, ROUNDS, **settings)
+    hybrid = engines.hybrid.run(tiny_gemma3, ROUNDS, **settings)
 
     assert_base_ran(base)
-    assert fork.fork_is_active
-    assert fork.num_checks == 0 < fork.num_steps
-    assert_all_released(fork)
-    assert_same_outputs(base, fork)
-    assert fork.rounds[1].num_cached_tokens == base.rounds[1].num_cached_tokens
-    assert min(fork.rounds[1].num_cached_tokens) > 0
+    assert hybrid.hybrid_is_active
+    assert hybrid.num_checks == 0 < hybrid.num_steps
+    assert_all_released(hybrid)
+    assert_same_outputs(base, hybrid)
+    assert hybrid.rounds[1].num_cached_tokens == base.rounds[1].num_cached_tokens
+    assert min(hybrid.rounds[1].num_cached_tokens) > 0
 
 
 @pytest.fixture(scope="module")
 def separate_processes() -> Iterator[EngineProcess]:
-    with EngineProcess(fork=True, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as process:
+    with EngineProcess(hybrid=True, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as process:
         yield process
 
 
 def test_engine_core_in_a_process_of_its_own(
     engines: EnginePair, separate_processes: EngineProcess, tiny_gemma3: Path
 ) -> None:
-    """The plugin is loaded there too, with the same options; what it does shows in the log."""
+    """The plugin is loaded there, too, with the same options; the log shows what it does."""
     wait = separate_processes.start(tiny_gemma3, ROUNDS)
     base = engines.base.run(tiny_gemma3, ROUNDS)
-    fork = wait()
+    hybrid = wait()
 
-    assert fork.manager is None  # It is out of this process's reach.
-    (line,) = log_lines(fork)
+    assert hybrid.manager is None  # It is in another process.
+    (line,) = log_lines(hybrid)
     assert line.startswith("Hybrid KV cache: active, 2 managers for 6 KV cache groups")
-    assert_same_outputs(base, fork)
-    assert_all_released(fork)
-    assert fork.rounds[1].counters == base.rounds[1].counters
-    assert fork.rounds[1].counters["prefix_cache_hits"] > 0
+    assert_same_outputs(base, hybrid)
+    assert_all_released(hybrid)
+    assert hybrid.rounds[1].counters == base.rounds[1].counters
+    assert hybrid.rounds[1].counters["prefix_cache_hits"] > 0
 
 
 def test_embedding_model_without_kv_cache(engines: EnginePair) -> None:
-    """MiniLM's attention sees all of a text at once: there are no KV cache groups."""
+    """MiniLM has no KV cache groups: its attention reads all of a text at once."""
     texts = ["The quick brown fox jumps over the lazy dog.", "Hello!", "A fast, dark fox leaps."]
-    base, fork = engines.run(
-        get_model_path(), [], texts=texts, runner="pooling", max_model_len=256, block_size=None
+    base, hybrid = engines.run(
+        get_model_path(), [Round(texts)], runner="pooling", max_model_len=256, block_size=None
     )
 
-    assert fork.num_groups == base.num_groups == 0
-    assert log_lines(fork) == ["Hybrid KV cache: active, no KV cache groups"]
-    assert [len(embedding) for embedding in fork.embeddings] == [384] * len(texts)
-    assert fork.embeddings == base.embeddings
-    fox, hello, other_fox = fork.embeddings
+    assert hybrid.num_groups == base.num_groups == 0
+    assert log_lines(hybrid) == ["Hybrid KV cache: active, no KV cache groups"]
+    of_base, embeddings = (
+        [request.embedding for request in result.rounds[0].requests] for result in (base, hybrid)
+    )
+    assert [len(embedding) for embedding in embeddings] == [384] * len(texts)
+    assert embeddings == of_base
+    fox, hello, other_fox = embeddings
     assert dot(fox, other_fox) > dot(fox, hello)
 
 
@@ -97,9 +100,9 @@ def dot(a: list[float], b: list[float]) -> float:
 
 
 def test_residency_metrics(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """Both managers report how long blocks stayed, in a pool that is used more than once."""
+    """Both managers report how long blocks stay, in a pool that is filled more than once."""
     batch = prompts([310, 130, 200, 90], seed=5)
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         tiny_gemma3,
         [Round(batch, max_tokens=20), Round(batch[::-1], max_tokens=20)],
         max_model_len=512,
@@ -108,12 +111,13 @@ def test_residency_metrics(engines: EnginePair, tiny_gemma3: Path) -> None:
         kv_cache_metrics_sample=1.0,
     )
 
-    assert_same_outputs(base, fork)
-    assert min(result.total("kv_block_lifetime_seconds") for result in (base, fork)) > 20
+    assert_same_outputs(base, hybrid)
+    assert min(result.total("kv_block_lifetime_seconds") for result in (base, hybrid)) > 20
 
 
 def test_can_be_off_for_one_engine(engines: EnginePair, tiny_gemma3: Path) -> None:
-    off = engines.fork.run(tiny_gemma3, ROUNDS, additional_config={"hybrid_kv": {"enabled": False}})
+    disabled = {"hybrid_kv": {"enabled": False}}
+    off = engines.hybrid.run(tiny_gemma3, ROUNDS, additional_config=disabled)
     base = engines.base.run(tiny_gemma3, ROUNDS)
 
     assert_base_ran(off)

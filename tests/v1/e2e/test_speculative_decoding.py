@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding on the real engine: token ids are the same with the fork on and off.
+"""Speculative decoding on the real engine, with base's manager and the hybrid manager.
 
-Engines with n-gram drafting have processes of their own: after it, base cannot start another engine
-in the same one (its search for kernels trips over a module that came with Numba).
+Engines with n-gram drafting have processes of their own: after one, base cannot start another
+engine in the same process (its search for kernels fails on a module that Numba brings).
 """
 
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 from support import drafters
@@ -21,7 +22,7 @@ NGRAM = {
 
 
 def rounds() -> list[Round]:
-    """Prompts that repeat themselves and others; found again in the cache; too many at once."""
+    """Prompts with repeated phrases; the same prompts again; more than a small pool holds."""
     phrase = random_tokens(12, seed=5)
     batch = [phrase * 8, random_tokens(150, seed=6), phrase * 4 + random_tokens(40, seed=7)]
     crowd = [phrase * 8 + rest for rest in prompts([20, 60, 90, 40, 110], seed=50)]
@@ -39,7 +40,7 @@ def assert_drafts_were_judged(result: EngineResult) -> None:
 
 def test_ngram(tiny_gemma3: Path) -> None:
     with engine_pair() as engines:
-        base, fork = engines.run(
+        base, hybrid = engines.run(
             tiny_gemma3,
             rounds(),
             speculative_config=NGRAM,
@@ -48,68 +49,48 @@ def test_ngram(tiny_gemma3: Path) -> None:
             max_num_batched_tokens=64,
         )
 
-    assert_same_outputs(base, fork)
-    for result in (base, fork):
+    assert_same_outputs(base, hybrid)
+    for result in (base, hybrid):
         assert_drafts_were_judged(result)
         assert result.total("num_preemptions") > 0
         assert result.total("prefix_cache_hits") > 0
 
 
-def assert_same_guesses(base: EngineResult, fork: EngineResult) -> None:
-    """What a drafter guesses shows what its layers read: where nothing was evicted, the same."""
-    assert fork.total("num_preemptions") == base.total("num_preemptions") == 0
-    for of_base, of_fork in zip(base.rounds, fork.rounds, strict=True):
-        assert of_fork.counters == of_base.counters
-        assert of_fork.num_cached_tokens == of_base.num_cached_tokens
+def run_drafter(engines: EnginePair, target: Path, **speculative_config: Any) -> EngineResult:
+    """Run with a drafter that is a model; assert the same outputs, guesses and hits on both.
+
+    The guesses show what the drafter's layers read. They are the same because nothing is evicted.
+    """
+    base, hybrid = engines.run(target, rounds()[:2], speculative_config=speculative_config)
+
+    assert_same_outputs(base, hybrid)
+    assert_drafts_were_judged(hybrid)
+    assert hybrid.total("num_preemptions") == base.total("num_preemptions") == 0
+    assert [r.counters for r in hybrid.rounds] == [r.counters for r in base.rounds]
+    assert hybrid.num_cached_tokens == base.num_cached_tokens
+    return hybrid
 
 
 def test_draft_model(engines: EnginePair, tmp_path: Path) -> None:
-    """A second Llama, whose layers are in the group of the first one's."""
+    """The drafter is a second Llama, whose layers are in the same group as the first one's."""
     target = checkpoints.tiny_llama()
     draft = drafters.draft_model(target, tmp_path / "draft", noise=0.02)
-    base, fork = engines.run(
-        target,
-        rounds()[:2],
-        speculative_config={
-            "method": "draft_model",
-            "model": str(draft),
-            "num_speculative_tokens": 3,
-        },
-    )
 
-    assert_same_outputs(base, fork)
-    assert_drafts_were_judged(fork)
-    assert_same_guesses(base, fork)
+    run_drafter(engines, target, method="draft_model", model=str(draft), num_speculative_tokens=3)
 
 
 def test_eagle(engines: EnginePair, tmp_path: Path) -> None:
-    """Hits end a block earlier, so that the drafter's last one is right."""
+    """Hits end a block earlier, so that the drafter's last block is right."""
     target, head = drafters.eagle_pair(checkpoints.tiny_llama(), tmp_path, noise=0.05)
-    base, fork = engines.run(
-        target,
-        rounds()[:2],
-        speculative_config={
-            "method": "eagle",
-            "model": str(head),
-            "num_speculative_tokens": 3,
-        },
-    )
+    hybrid = run_drafter(engines, target, method="eagle", model=str(head), num_speculative_tokens=3)
 
-    assert_same_outputs(base, fork)
-    assert_drafts_were_judged(fork)
-    assert_same_guesses(base, fork)
-    # 150 tokens: four blocks of 32 match, of which the last is dropped.
-    assert fork.rounds[1].num_cached_tokens[1] == 96
+    # Of 150 tokens, four blocks of 32 match, and the last of them is dropped.
+    assert hybrid.rounds[1].num_cached_tokens[1] == 96
 
 
 def test_mtp(engines: EnginePair, tmp_path: Path) -> None:
-    """The same where the model brings its drafter along, which guesses one token."""
+    """The same with a drafter that is part of the model and guesses one token."""
     model = drafters.mtp_model(checkpoints.tiny_llama(), tmp_path / "mimo", noise=0.05)
-    base, fork = engines.run(
-        model, rounds()[:2], speculative_config={"method": "mtp", "num_speculative_tokens": 1}
-    )
+    hybrid = run_drafter(engines, model, method="mtp", num_speculative_tokens=1)
 
-    assert_same_outputs(base, fork)
-    assert_drafts_were_judged(fork)
-    assert_same_guesses(base, fork)
-    assert fork.rounds[1].num_cached_tokens[1] == 96
+    assert hybrid.rounds[1].num_cached_tokens[1] == 96

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids and log-probabilities are the same with the fork on and off.
+"""Token ids and log-probabilities are the same with base's manager and the hybrid manager.
 
-What is deterministic on base: with float32 weights, on one core, base gives the same tokens
-for a prompt however it is batched, cut into chunks, preempted or found in the prefix cache;
-log-probabilities then differ by about 1e-6, since sums come in another order. So all
-of base's runs can be compared, including those where the two managers may evict different
-blocks and so hit, batch and preempt differently. In bfloat16, the default for real models,
-log-probabilities differ by some 0.01 between batches, and a greedy choice between two
-almost equally likely tokens with them: there only runs whose batches are the same step by
-step are compared (`test_gemma3_270m_in_its_own_dtype`).
+On one core with float32 weights, base is deterministic: it gives the same tokens for a prompt
+however the prompt is batched, cut into chunks, preempted or found in the prefix cache.
+Log-probabilities then differ by about 1e-6, since sums come in another order. So all runs can be
+compared, including those in which the two managers evict different blocks and therefore hit,
+batch and preempt differently. In bfloat16, the default for real models, log-probabilities of
+different batches differ by about 0.01, which can change a greedy choice between two almost
+equally likely tokens. There, only runs with the same batch in each step are compared
+(`test_gemma3_270m_in_its_own_dtype`).
 """
 
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from support.engine import (
     assert_same_outputs,
     verify_pair,
 )
-from support.engine_prompts import Noise, pass_key_prompt, prompts, random_tokens
+from support.engine_prompts import noise_prompt, pass_key_prompt, prompts, random_tokens
 
 #: Around the tiny models' window of 64 tokens, and far beyond it.
 LENGTHS = [40, 64, 65, 130, 200, 310]
 SHARED = random_tokens(200, seed=99)
 
-#: Too small for the requests of `busy_rounds`; the groups of a type share it.
+#: Numbers of blocks, too few for the requests of `busy_rounds`.
 SMALL_POOLS = {
     "tiny-gemma3": 56,
     "tiny-gemma2": 30,
@@ -44,29 +44,37 @@ SMALL_POOLS = {
     "tiny-falcon-h1": 14,
 }
 REAL_POOL = 190
-SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64}
+
+
+def small_pool(model: Path) -> dict[str, Any]:
+    """Engine arguments with which `busy_rounds` cannot all run at once."""
+    return {
+        "num_gpu_blocks_override": SMALL_POOLS[model.name],
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+    }
 
 
 def ordinary_rounds() -> list[Round]:
-    """Batches; the same again, from the prefix cache; prefixes that prompts share."""
+    """Batches, the same batches from the prefix cache, and prompts with a shared prefix."""
     batch = prompts(LENGTHS, seed=1)
     siblings = prompts([230, 260, 400], seed=20, shared=SHARED)
     return [
         Round(batch, max_tokens=[24, 40, 8]),
         Round(batch[::-1], max_tokens=24),
-        # The first sibling leaves the shared prefix behind; the second finds where full
-        # attention could resume and sliding windows cannot yet; the third resumes there.
+        # The first sibling caches the shared prefix. At its end, full attention could resume the
+        # second sibling, but sliding windows cannot yet. The third resumes there.
         *(Round([sibling], max_tokens=8) for sibling in siblings),
         Round([*siblings, SHARED, *batch[:2]], max_tokens=8),
         # A conversation's next turn.
         Round([[*batch[5], *random_tokens(90, seed=30)]], max_tokens=8),
-        Round(batch, max_tokens=8, cache_salt="someone else's"),
+        Round([{"prompt_token_ids": p, "cache_salt": "another"} for p in batch], max_tokens=8),
         Round(batch, max_tokens=8, reset_prefix_cache=True),
     ]
 
 
 def busy_rounds() -> list[Round]:
-    """More requests than a small pool holds, coming and going while others run."""
+    """More requests than a small pool holds; they arrive and end while others run."""
     return [
         Round(prompts([200, 150, 300, 90, 250, 180], seed=40), max_tokens=[60, 30, 45]),
         Round(
@@ -83,61 +91,73 @@ def busy_rounds() -> list[Round]:
     ]
 
 
-def assert_same_hits(base: EngineResult, fork: EngineResult) -> None:
-    """Only where nothing was evicted: then the managers must agree in every hit."""
-    assert [r.num_cached_tokens for r in fork.rounds] == [r.num_cached_tokens for r in base.rounds]
-    assert fork.total("prefix_cache_hits") == base.total("prefix_cache_hits") > 0
+def assert_same_hits(base: EngineResult, hybrid: EngineResult) -> None:
+    """Assert equal hits, which holds only where nothing was evicted."""
+    assert hybrid.num_cached_tokens == base.num_cached_tokens
+    assert hybrid.total("prefix_cache_hits") == base.total("prefix_cache_hits") > 0
 
 
-def assert_preempted(base: EngineResult, fork: EngineResult) -> None:
+def assert_preempted(base: EngineResult, hybrid: EngineResult) -> None:
     assert base.total("num_preemptions") > 0
-    assert fork.total("num_preemptions") > 0
+    assert hybrid.total("num_preemptions") > 0
+
+
+def run_in_small_pool(
+    engines: EnginePair, model: Path, **engine_args: Any
+) -> tuple[EngineResult, EngineResult]:
+    """Run `busy_rounds`, and assert the same outputs and preemptions on both."""
+    base, hybrid = engines.run(model, busy_rounds(), **small_pool(model), **engine_args)
+    assert_same_outputs(base, hybrid)
+    assert_preempted(base, hybrid)
+    return base, hybrid
 
 
 @pytest.mark.parametrize(
     "interval", [0, None, 64], ids=["at prompt ends", "densely", "every 64 tokens"]
 )
 def test_prefix_cache(engines: EnginePair, tiny_window_model: Path, interval: int | None) -> None:
-    """Where sliding windows keep blocks in the prefix cache."""
-    base, fork = engines.run(
+    """The interval sets for which positions sliding windows keep blocks in the prefix cache."""
+    base, hybrid = engines.run(
         tiny_window_model, ordinary_rounds(), prefix_cache_retention_interval=interval
     )
 
-    # Base sees where prefixes part by what full attention has kept.
+    # Base detects where prefixes diverge by the blocks that full attention has kept.
     sees_junctions = tiny_window_model.name != "tiny-mistral" or interval != 0
-    assert_prefix_cache_works(base, fork, sees_junctions)
+    assert_prefix_cache_works(base, hybrid, sees_junctions)
 
 
 @pytest.mark.parametrize("model", [checkpoints.tiny_llama, checkpoints.tiny_llama4])
 def test_prefix_cache_without_windows(engines: EnginePair, model: Callable[[], Path]) -> None:
     """Full attention; chunks of 64 tokens and full attention."""
-    base, fork = engines.run(model(), ordinary_rounds())
+    base, hybrid = engines.run(model(), ordinary_rounds())
 
-    assert ("chunked_local_attention 64 (3 groups" in fork.log) == (
+    assert ("chunked_local_attention 64 (3 groups" in hybrid.log) == (
         model == checkpoints.tiny_llama4
     )
-    assert_prefix_cache_works(base, fork, sees_junctions=True)
+    assert_prefix_cache_works(base, hybrid, sees_junctions=True)
 
 
-def assert_prefix_cache_works(base: EngineResult, fork: EngineResult, sees_junctions: bool) -> None:
-    """Of `ordinary_rounds`."""
-    assert_same_outputs(base, fork)
-    assert_same_hits(base, fork)
-    # All but each prompt's last block was found again.
-    again = fork.rounds[1].num_cached_tokens
+def assert_prefix_cache_works(
+    base: EngineResult, hybrid: EngineResult, sees_junctions: bool
+) -> None:
+    """Assert what `ordinary_rounds` must show."""
+    assert_same_outputs(base, hybrid)
+    assert_same_hits(base, hybrid)
+    # All but the last block of each prompt was hit.
+    again = hybrid.rounds[1].num_cached_tokens
     assert all(n - 32 <= hit < n for n, hit in zip(LENGTHS[::-1], again, strict=True))
     if sees_junctions:
         # The third sibling resumed at the end of the shared prefix.
-        assert fork.rounds[4].num_cached_tokens[0] >= 192
-    assert max(fork.rounds[7].num_cached_tokens) == max(fork.rounds[8].num_cached_tokens) == 0
+        assert hybrid.rounds[4].num_cached_tokens[0] >= 192
+    assert max(hybrid.rounds[7].num_cached_tokens) == max(hybrid.rounds[8].num_cached_tokens) == 0
 
 
 def test_no_prefix_cache(engines: EnginePair, tiny_model: Path) -> None:
     rounds = [r for r in ordinary_rounds() if not r.reset_prefix_cache]
-    base, fork = engines.run(tiny_model, rounds, enable_prefix_caching=False)
+    base, hybrid = engines.run(tiny_model, rounds, enable_prefix_caching=False)
 
-    assert_same_outputs(base, fork)
-    assert fork.total("prefix_cache_hits") == 0
+    assert_same_outputs(base, hybrid)
+    assert hybrid.total("prefix_cache_hits") == 0
 
 
 MAMBA_MODELS = [checkpoints.tiny_granite4, checkpoints.tiny_falcon_h1]
@@ -145,37 +165,29 @@ MAMBA_MODELS = [checkpoints.tiny_granite4, checkpoints.tiny_falcon_h1]
 
 @pytest.mark.parametrize("model", MAMBA_MODELS)
 def test_mamba_without_prefix_cache(engines: EnginePair, model: Callable[[], Path]) -> None:
-    """Requests that come and go take over each other's states."""
+    """Requests reuse the states of requests that have ended."""
     rounds = [r for r in ordinary_rounds() if not r.reset_prefix_cache]
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         model(), [*rounds, *busy_rounds()], enable_prefix_caching=False, max_num_batched_tokens=64
     )
 
-    assert "Hybrid KV cache: active" in fork.log and "mamba (" in fork.log
-    assert_same_outputs(base, fork)
-    assert fork.num_steps == base.num_steps
+    assert "Hybrid KV cache: active" in hybrid.log and "mamba (" in hybrid.log
+    assert_same_outputs(base, hybrid)
+    assert hybrid.num_steps == base.num_steps
 
 
 @pytest.mark.parametrize("model", MAMBA_MODELS)
 def test_mamba_with_preemption(engines: EnginePair, model: Callable[[], Path]) -> None:
-    base, fork = engines.run(
-        model(),
-        busy_rounds(),
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=SMALL_POOLS[model().name],
-        **SMALL,
-    )
+    base, hybrid = run_in_small_pool(engines, model(), enable_prefix_caching=False)
 
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
-    assert fork.total("num_preemptions") == base.total("num_preemptions")
+    assert hybrid.total("num_preemptions") == base.total("num_preemptions")
 
 
 def whisper_rounds() -> list[Round]:
-    """Sounds from a tenth of a second to all that it hears, and decoder prompts of all lengths."""
+    """Sounds from a tenth of a second to the model's limit, and decoder prompts of all lengths."""
     lengths = [4, 31, 32, 33, 90, 150, 220, 1]
     sounds = [
-        Noise(seed, 1_600 + 4_000 * seed, random_tokens(length, seed))
+        noise_prompt(seed, 1_600 + 4_000 * seed, random_tokens(length, seed))
         for seed, length in enumerate(lengths)
     ]
     return [
@@ -189,7 +201,7 @@ def whisper_rounds() -> list[Round]:
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 def test_whisper(engines: EnginePair, is_async: bool) -> None:
     """Each request holds 4 blocks for its encoder and up to 10 of its own; the pool has 29."""
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         checkpoints.tiny_whisper(),
         whisper_rounds(),
         max_model_len=448,
@@ -198,91 +210,65 @@ def test_whisper(engines: EnginePair, is_async: bool) -> None:
         async_scheduling=is_async,
     )
 
-    assert "full_attention (1 group, block size 32); cross_attention (1 group" in fork.log
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
-    # Nothing is cached, so nothing may differ.
-    assert fork.total("num_preemptions") == base.total("num_preemptions")
-    assert fork.num_steps == base.num_steps
-    assert fork.peak_usage == base.peak_usage > 0.8
+    assert "full_attention (1 group, block size 32); cross_attention (1 group" in hybrid.log
+    assert_same_outputs(base, hybrid)
+    assert_preempted(base, hybrid)
+    # Without a prefix cache nothing may differ.
+    assert hybrid.total("num_preemptions") == base.total("num_preemptions")
+    assert hybrid.num_steps == base.num_steps
+    assert hybrid.peak_usage == base.peak_usage > 0.8
 
 
 def test_whisper_whose_user_asks_for_prefix_caching(engines: EnginePair) -> None:
-    """Base says that it disables it, and fails in the first lookup."""
-    rounds = [Round([Noise(1, 32_000, random_tokens(100, seed=1))] * 2, max_tokens=24)] * 2
+    """Base logs that it disables prefix caching, and then fails in the first lookup."""
+    rounds = [Round([noise_prompt(1, 32_000, random_tokens(100, seed=1))] * 2, max_tokens=24)] * 2
     model = checkpoints.tiny_whisper()
     base = engines.base.run(model, rounds, max_model_len=448)
-    fork = engines.fork.run(model, rounds, max_model_len=448, enable_prefix_caching=True)
+    hybrid = engines.hybrid.run(model, rounds, max_model_len=448, enable_prefix_caching=True)
 
-    verify_pair(base, fork)
-    assert_same_outputs(base, fork)
-    assert fork.total("prefix_cache_hits") == 0
+    verify_pair(base, hybrid)
+    assert_same_outputs(base, hybrid)
+    assert hybrid.total("prefix_cache_hits") == 0
 
 
 def test_chunked_prefill(engines: EnginePair, tiny_model: Path) -> None:
-    """Chunks of 40 tokens: neither blocks nor windows end where they do."""
-    base, fork = engines.run(
+    """Chunks of 40 tokens, whose ends are neither those of blocks nor of windows."""
+    base, hybrid = engines.run(
         tiny_model,
         [*ordinary_rounds(), *busy_rounds()],
         max_num_batched_tokens=40,
         long_prefill_token_threshold=24,
     )
 
-    assert_same_outputs(base, fork)
-    assert_same_hits(base, fork)
-    assert fork.num_steps == base.num_steps
+    assert_same_outputs(base, hybrid)
+    assert_same_hits(base, hybrid)
+    assert hybrid.num_steps == base.num_steps
 
 
 @pytest.mark.parametrize("interval", [0, None], ids=["at prompt ends", "densely"])
 def test_preemption(engines: EnginePair, tiny_model: Path, interval: int | None) -> None:
-    base, fork = engines.run(
-        tiny_model,
-        busy_rounds(),
-        num_gpu_blocks_override=SMALL_POOLS[tiny_model.name],
-        prefix_cache_retention_interval=interval,
-        **SMALL,
-    )
+    _, hybrid = run_in_small_pool(engines, tiny_model, prefix_cache_retention_interval=interval)
 
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
-    assert fork.peak_usage > 0.8
+    assert hybrid.peak_usage > 0.8
 
 
 def test_preemption_without_prefix_cache(engines: EnginePair, tiny_gemma3: Path) -> None:
-    base, fork = engines.run(
-        tiny_gemma3,
-        busy_rounds(),
-        num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
-        enable_prefix_caching=False,
-        **SMALL,
-    )
+    base, hybrid = run_in_small_pool(engines, tiny_gemma3, enable_prefix_caching=False)
 
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
     # Without a cache nothing may differ: the same requests are preempted in the same steps.
-    assert fork.total("num_preemptions") == base.total("num_preemptions")
-    assert fork.num_steps == base.num_steps
+    assert hybrid.total("num_preemptions") == base.total("num_preemptions")
+    assert hybrid.num_steps == base.num_steps
 
 
 def test_admission(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """A watermark for newcomers, who are let in although all of their prompt may not fit."""
-    base, fork = engines.run(
-        tiny_gemma3,
-        busy_rounds(),
-        num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
-        watermark=0.1,
-        scheduler_reserve_full_isl=False,
-        **SMALL,
-    )
-
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
+    """A watermark for new requests, which are admitted even if not all of their prompt fits."""
+    run_in_small_pool(engines, tiny_gemma3, watermark=0.1, scheduler_reserve_full_isl=False)
 
 
 def test_priority_scheduling(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """Important requests arrive late and take the place of others."""
+    """Requests of high priority arrive late and preempt others."""
     lengths, priorities = [300, 250, 280, 200, 260, 180], [9, 9, 5, 5, 1, 0]
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         tiny_gemma3,
         [
             Round(prompts(lengths, seed=1), max_tokens=40, priorities=priorities),
@@ -294,52 +280,45 @@ def test_priority_scheduling(engines: EnginePair, tiny_gemma3: Path) -> None:
             ),
         ],
         scheduling_policy="priority",
-        num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
-        **SMALL,
+        **small_pool(tiny_gemma3),
     )
 
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
+    assert_same_outputs(base, hybrid)
+    assert_preempted(base, hybrid)
 
 
 def test_async_scheduling(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """A step is scheduled while the one before it still runs: blocks that leave a window
-    are read by the step in flight, and tokens are counted before they are known.
-    """
-    base, fork = engines.run(tiny_gemma3, ordinary_rounds(), async_scheduling=True)
+    """A step is scheduled while the previous one still runs.
 
-    assert fork.scheduler == base.scheduler == ASYNC_SCHEDULER
-    assert_same_outputs(base, fork)
-    assert_same_hits(base, fork)
+    The step in flight reads blocks that leave a window, and tokens are counted before they are
+    known.
+    """
+    base, hybrid = engines.run(tiny_gemma3, ordinary_rounds(), async_scheduling=True)
+
+    assert hybrid.scheduler == base.scheduler == ASYNC_SCHEDULER
+    assert_same_outputs(base, hybrid)
+    assert_same_hits(base, hybrid)
 
 
 def test_async_scheduling_with_preemption(engines: EnginePair, tiny_model: Path) -> None:
-    base, fork = engines.run(
-        tiny_model,
-        busy_rounds(),
-        async_scheduling=True,
-        num_gpu_blocks_override=SMALL_POOLS[tiny_model.name],
-        **SMALL,
-    )
+    base, hybrid = run_in_small_pool(engines, tiny_model, async_scheduling=True)
 
-    assert fork.scheduler == base.scheduler == ASYNC_SCHEDULER
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
+    assert hybrid.scheduler == base.scheduler == ASYNC_SCHEDULER
 
 
 def test_one_type_of_attention(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """With the hybrid manager disabled, sliding-window layers keep all blocks."""
-    base, fork = engines.run(tiny_gemma3, ordinary_rounds(), disable_hybrid_kv_cache_manager=True)
+    """With base's option that disables hybrid KV caches, sliding-window layers keep all blocks."""
+    base, hybrid = engines.run(tiny_gemma3, ordinary_rounds(), disable_hybrid_kv_cache_manager=True)
 
-    assert fork.num_groups == base.num_groups == 1
-    assert_same_outputs(base, fork)
-    assert_same_hits(base, fork)
+    assert hybrid.num_groups == base.num_groups == 1
+    assert_same_outputs(base, hybrid)
+    assert_same_hits(base, hybrid)
 
 
 def test_sampling(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """Random sampling with a seed, and stop tokens."""
+    """Seeded random sampling, and stop tokens."""
     batch = prompts(LENGTHS, seed=1)
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         tiny_gemma3,
         [
             Round(batch, max_tokens=40, sampling={"temperature": 0.8, "top_p": 0.9, "seed": 7}),
@@ -347,21 +326,21 @@ def test_sampling(engines: EnginePair, tiny_gemma3: Path) -> None:
         ],
     )
 
-    assert_same_outputs(base, fork)
-    assert min(map(len, fork.rounds[1].token_ids)) < 40
+    assert_same_outputs(base, hybrid)
+    assert min(map(len, hybrid.rounds[1].token_ids)) < 40
 
 
 def test_kv_cache_events(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """The same blocks are published, group by group; only their order may differ."""
-    base, fork = engines.run(
+    """The same blocks are published for each group; only their order may differ."""
+    base, hybrid = engines.run(
         tiny_gemma3,
         ordinary_rounds(),
         kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
     )
 
-    assert_same_outputs(base, fork)
+    assert_same_outputs(base, hybrid)
     assert len(base.events) > 100
-    assert sorted(fork.events) == sorted(base.events)
+    assert sorted(hybrid.events) == sorted(base.events)
 
 
 def real_texts() -> list[str]:
@@ -371,9 +350,9 @@ def real_texts() -> list[str]:
 
 
 def test_gemma3_270m(engines: EnginePair, gemma3_270m: Path) -> None:
-    """A real model, in a pool that two requests fit in when they start, and outgrow."""
+    """A real model, in a pool that two requests fit in at first and then outgrow."""
     texts = real_texts()
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         gemma3_270m,
         [
             Round(texts[:3], max_tokens=96),
@@ -383,40 +362,39 @@ def test_gemma3_270m(engines: EnginePair, gemma3_270m: Path) -> None:
         num_gpu_blocks_override=REAL_POOL,
     )
 
-    assert_same_outputs(base, fork, logprob_tolerance=1e-3)
-    assert_preempted(base, fork)
-    assert fork.total("prefix_cache_hits") > 0
+    assert_same_outputs(base, hybrid, logprob_tolerance=1e-3)
+    assert_preempted(base, hybrid)
+    assert hybrid.total("prefix_cache_hits") > 0
 
 
 def test_gemma3_270m_in_its_own_dtype(engines: EnginePair, gemma3_270m: Path) -> None:
     texts = real_texts()
-    base, fork = engines.run(
+    base, hybrid = engines.run(
         gemma3_270m,
         [Round(texts, max_tokens=24), Round(texts[::-1], max_tokens=24)],
         dtype="bfloat16",
     )
 
-    assert_same_outputs(base, fork, logprob_tolerance=1e-3)
-    assert_same_hits(base, fork)
-    assert fork.num_steps == base.num_steps
+    assert_same_outputs(base, hybrid, logprob_tolerance=1e-3)
+    assert_same_hits(base, hybrid)
+    assert hybrid.num_steps == base.num_steps
 
 
 def test_two_tensor_parallel_ranks(tiny_gemma3: Path) -> None:
-    # One after the other: the ranks of one engine already keep two cores busy.
+    # One after the other: the two ranks of one engine already keep two cores busy.
     results = []
-    for is_fork in (False, True):
-        with EngineProcess(fork=is_fork) as process:
+    for is_hybrid in (False, True):
+        with EngineProcess(hybrid=is_hybrid) as process:
             results.append(
                 process.run(
                     tiny_gemma3,
                     [*ordinary_rounds()[:2], busy_rounds()[1]],
                     tensor_parallel_size=2,
                     distributed_executor_backend="mp",
-                    num_gpu_blocks_override=SMALL_POOLS[tiny_gemma3.name],
-                    **SMALL,
+                    **small_pool(tiny_gemma3),
                 )
             )
-    base, fork = results
-    verify_pair(base, fork)
-    assert_same_outputs(base, fork)
-    assert_preempted(base, fork)
+    base, hybrid = results
+    verify_pair(base, hybrid)
+    assert_same_outputs(base, hybrid)
+    assert_preempted(base, hybrid)

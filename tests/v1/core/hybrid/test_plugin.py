@@ -35,7 +35,7 @@ from vllm.v1.engine import core
 
 
 def state():
-    """Everything of base that the plugin touches."""
+    """All attributes of base that the plugin replaces."""
     return [
         vars(scheduler)["KVCacheManager"],
         vars(scheduler.Scheduler)["__init__"],
@@ -95,7 +95,7 @@ def test_it_can_be_activated_again():
 
 
 class OtherManager(BaseKVCacheManager):
-    """Another plugin's."""
+    """The manager of another plugin."""
 
 
 def test_a_plugin_can_subclass_what_the_scheduler_has(log):

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's process receives and returns: rounds of prompts, and their results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+HYBRID_PACKAGE = "vllm.v1.core.hybrid."
+Prompt = str | list[int] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Prompts that run together; the rounds of a job run one after another.
+
+    Args:
+        prompts: Texts, token ids, or other prompts of vLLM.
+        max_tokens: Per request; a single number for all, or numbers that repeat.
+        arrivals: Per request, the engine step before which it arrives; empty: all at once.
+        aborts: Per aborted request (its index), the step before which it is aborted.
+        calls: Calls of the engine: the step before which, a method of ``LLM``, and its
+            keyword arguments.
+        sampling: More arguments of ``SamplingParams``.
+        lora: An adapter; only where all requests arrive at once.
+    """
+
+    prompts: Sequence[Prompt]
+    max_tokens: int | Sequence[int] = 16
+    priorities: Sequence[int] = ()
+    arrivals: Sequence[int] = ()
+    aborts: Mapping[int, int] = field(default_factory=dict)
+    calls: Sequence[tuple[int, str, Mapping[str, Any]]] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    lora: "LoRARequest | None" = None
+    reset_prefix_cache: bool = False
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """A request's output; the defaults are those of one aborted before its first token."""
+
+    finished: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    #: Of the sampled tokens.
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    num_cached_tokens: int = 0
+    #: Of the prompt, from an embedding model, which generates nothing.
+    embedding: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A round's results; those of the requests are in the order of the prompts."""
+
+    requests: list[RequestResult]
+    #: By how much vLLM's own counters rose.
+    counters: dict[str, int]
+    #: Share of the KV cache in use after the round.
+    usage: float
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [request.token_ids for request in self.requests]
+
+    @property
+    def texts(self) -> list[str]:
+        return [request.text for request in self.requests]
+
+    @property
+    def num_cached_tokens(self) -> list[int]:
+        return [request.num_cached_tokens for request in self.requests]
+
+
+@dataclass
+class EngineResult:
+    """A job's results. From `manager` on, they need the engine core in the engine's process."""
+
+    rounds: list[RoundResult] = field(default_factory=list)
+    log: str = ""
+    manager: str | None = None
+    scheduler: str | None = None
+    num_groups: int = 0
+    num_steps: int = 0
+    num_checks: int = 0
+    peak_usage: float = 0.0
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def hybrid_is_active(self) -> bool:
+        return self.manager is not None and self.manager.startswith(HYBRID_PACKAGE)
+
+    @property
+    def num_cached_tokens(self) -> list[list[int]]:
+        """Per round and request."""
+        return [r.num_cached_tokens for r in self.rounds]
+
+    def total(self, counter: str) -> int:
+        """A counter's sum over the rounds."""
+        return sum(r.counters[counter] for r in self.rounds)
