@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the fork on the command line of `vllm serve`."""
 
-import checkpoints
 from support.server import Server
+from tools import checkpoints
 
 
 def test_bad_option_is_an_error_before_the_model_is_loaded() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoints
 from support.engine_prompts import random_tokens
 from support.plamo2_reference import Plamo2Reference
+from tools import checkpoints
 from vllm.transformers_utils.configs.plamo2 import Plamo2Config
 
 

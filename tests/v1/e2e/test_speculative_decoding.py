@@ -7,10 +7,10 @@ in the same one (its search for kernels trips over a module that came with Numba
 
 from pathlib import Path
 
-import checkpoints
 from support import drafters
 from support.engine import EnginePair, EngineResult, Round, assert_same_outputs, engine_pair
 from support.engine_prompts import prompts, random_tokens
+from tools import checkpoints
 
 NGRAM = {
     "method": "ngram",
