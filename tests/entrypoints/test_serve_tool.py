@@ -22,10 +22,10 @@ from typing import Any
 import psutil
 import pytest
 
-import serve
-from checkpoint_makers.store import CACHE_VARIABLE
+from tools import serve
+from tools.checkpoints.store import CACHE_VARIABLE
 
-TOOLS = Path(serve.__file__).parent
+ROOT = Path(__file__).parents[2]
 ENOUGH_MEMORY = SimpleNamespace(available=1 << 40)
 
 #: Answers on /health as vLLM does, after half a second; ends on SIGTERM with status 0.
@@ -102,7 +102,7 @@ def test_a_port_in_use(used_port: int, refusal, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "8000.0", "²"])
 def test_what_is_no_port(port: str, refusal) -> None:
-    expected = f"error: the port is {port!r}; accepted are 1 to 65535"
+    expected = f"error: the port must be 1 to 65535, got {port!r}"
     assert refusal(f"--port={port}") == expected
 
 
@@ -130,7 +130,7 @@ def test_a_kv_cache_size_that_is_no_number(
 ) -> None:
     monkeypatch.setenv(serve.KV_CACHE_VARIABLE, "2GB")
     line = refusal("--port", str(free_port))
-    assert line == "error: VLLM_CPU_KVCACHE_SPACE is '2GB'; accepted is a whole number of GiB"
+    assert line == "error: VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, got '2GB'"
 
 
 @pytest.mark.parametrize("found", [None, ModuleSpec("vllm", None)])
@@ -153,7 +153,8 @@ def test_a_cache_folder_that_cannot_be_used(
 
 def test_the_program_itself_says_one_line_and_ends_with_1(used_port: int) -> None:
     result = subprocess.run(
-        [sys.executable, str(TOOLS / "serve.py"), "--port", str(used_port)],
+        [sys.executable, "-m", "tools.serve", "--port", str(used_port)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -200,13 +201,13 @@ def test_what_is_given_goes_to_vllm_and_replaces_defaults(
 def start_tool(server: str, port: int) -> "subprocess.Popen[str]":
     """Run the part of the program that runs a server, in a process of its own."""
     program = (
-        "import os, sys, serve\n"
+        "import os, sys\nfrom tools import serve\n"
         f"command = [sys.executable, '-c', {server!r}, '{port}']\n"
         f"sys.exit(serve.run_server(command, dict(os.environ), 'http://127.0.0.1:{port}', 'ready'))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(TOOLS)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

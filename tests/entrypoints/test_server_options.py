@@ -3,8 +3,8 @@
 
 import pytest
 
-import checkpoints
 from support.server import Server, ServerError
+from tools import checkpoints
 
 
 def test_bad_option_is_an_error_before_the_model_is_loaded() -> None:

@@ -9,24 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from soak_driver.answers import MIN_TOKENS, Piece, Reference, certain_part
-from soak_driver.clients import Tally
-from soak_driver.memory import MAX_GROWTH, MIB, growth_of
-from soak_driver.questions import MAX_MODEL_LEN, MAX_TOKENS, Question, make_questions
-from soak_driver.report import Report
+from tools.soak.answers import MIN_TOKENS, Piece, Reference, certain_part
+from tools.soak.clients import Tally
+from tools.soak.memory import MAX_GROWTH, MIB, growth_of
+from tools.soak.questions import MAX_MODEL_LEN, MAX_TOKENS, Question, make_questions
+from tools.soak.report import Report
 
-SOAK = Path(__file__).parents[2] / "tools" / "soak.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_short_soak(tmp_path: Path) -> None:
     results = tmp_path / "soak.json"
-    command = [sys.executable, SOAK, "--minutes=0.8", "--questions=24", f"--json={results}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
+    command = [sys.executable, "-m", "tools.soak", "--minutes=0.8", "--questions=24"]
+    command.append(f"--json={results}")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
     found = json.loads(results.read_text())
     assert found["passed"]
-    assert found["settings"]["fork"]
+    assert found["settings"]["manager"] == "hybrid"
     assert found["tally"]["answers"] > 0
     assert found["tally"]["faults"] == []
     assert found["counters"]["num_preemptions"] > 0
@@ -38,7 +39,7 @@ def good_report() -> Report:
     actions = {"ask_the_same_at_once": 3, "ask_what_begins_alike": 3}
     flat = growth_of("EngineCore", [(float(t), 100 * MIB) for t in range(10)])
     return Report(
-        settings={"fork": True},
+        settings={"manager": "hybrid"},
         tally=Tally(actions, answers=5, parts=4, tokens=99, cancelled=3, refused=2),
         counters={"num_preemptions": 7, "prefix_cache_hits": 320},
         growths=[flat],

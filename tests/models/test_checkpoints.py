@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-import checkpoints
-from checkpoint_makers.byte_tokenizer import (
+from support.engine import EngineProcess, EngineResult, Round, assert_base_ran
+from support.engine_prompts import noise_prompt, with_changed_token
+from tools import checkpoints
+from tools.checkpoints.byte_tokenizer import (
     BOS_ID,
     END_OF_TURN_ID,
     EOS_ID,
@@ -23,10 +25,8 @@ from checkpoint_makers.byte_tokenizer import (
     printable_ids,
     token_id,
 )
-from checkpoint_makers.store import CACHE_VARIABLE
-from checkpoint_makers.tiny_models import TINY_GEMMA3, WINDOW, ensure_tiny
-from support.engine import EngineProcess, EngineResult, Round, assert_base_ran
-from support.engine_prompts import noise_prompt, with_changed_token
+from tools.checkpoints.store import CACHE_VARIABLE
+from tools.checkpoints.tiny_models import TINY_GEMMA3, WINDOW, ensure_tiny
 
 PROMPT_LENGTH = 700
 MAX_TOKENS = 48

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoints
 from support.engine_prompts import random_tokens, with_changed_token
 from support.plamo2_reference import Plamo2Reference
+from tools import checkpoints
 from vllm.transformers_utils.configs.plamo2 import Plamo2Config
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoint_makers.tiny_models import MAMBA2
+from tools.checkpoints.tiny_models import MAMBA2
 
 _DECODER: dict[str, Any] = {
     "hidden_size": 128,

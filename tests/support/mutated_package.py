@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that imports `vllm.v1.core.hybrid` from another folder.
 
-``HYBRID_KV_SOURCE`` names the folder; `tools/mutation_check.py` sets it to a copy
+``HYBRID_KV_SOURCE`` names the folder; `tools.mutation_check` sets it to a copy
 of the package with one fault planted. Loaded with ``-p``, so before any test.
 """
 

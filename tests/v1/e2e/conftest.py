@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import checkpoints
 from support.engine import EnginePair, engine_pair
+from tools import checkpoints
 
 #: Models with sliding windows of 64 tokens.
 TINY_WINDOW_MODELS: dict[str, Callable[[], Path]] = {

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import checkpoints
 from support.engine import EnginePair, EngineResult, Round, assert_same_outputs
 from support.engine_prompts import pass_key_prompt, prompts
+from tools import checkpoints
 
 WINDOW = 512
 #: Keys, and the fillers after them; the first key is just outside of the window.

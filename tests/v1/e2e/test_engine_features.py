@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from checkpoint_makers.store import CACHE_VARIABLE
-from checkpoint_makers.tiny_models import TINY_GEMMA3, ensure_tiny
 from support.engine import EnginePair, EngineProcess, EngineResult, Round, assert_same_outputs
 from support.engine_prompts import prompts
 from support.lora import write_adapter
+from tools.checkpoints.store import CACHE_VARIABLE
+from tools.checkpoints.tiny_models import TINY_GEMMA3, ensure_tiny
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams

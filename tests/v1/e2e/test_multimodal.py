@@ -4,9 +4,9 @@
 On CPUs, base's attention is causal inside of an image, too.
 """
 
-import checkpoints
 from support.engine import EnginePair, Round, assert_same_outputs
 from support.engine_prompts import image_prompt, random_text
+from tools import checkpoints
 
 PAGES = [random_text(100, seed) for seed in range(3)]
 #: Where the tokens of the two images begin: after <bos>, a page, the newlines and the token that

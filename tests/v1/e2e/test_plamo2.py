@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 
-import checkpoints
-from checkpoint_makers.byte_tokenizer import VOCAB_SIZE
-from checkpoint_makers.store import CACHE_VARIABLE
-from checkpoint_makers.tiny_plamo2 import TinyPlamo2, ensure_tiny_plamo2
 from support.engine import (
     EnginePair,
     EngineResult,
@@ -23,6 +19,10 @@ from support.engine import (
 )
 from support.engine_prompts import prompts, random_tokens
 from support.plamo2_reference import Plamo2Reference
+from tools import checkpoints
+from tools.checkpoints.byte_tokenizer import VOCAB_SIZE
+from tools.checkpoints.plamo2 import TinyPlamo2, ensure_tiny_plamo2
+from tools.checkpoints.store import CACHE_VARIABLE
 
 #: Lengths around the window of 64 tokens, and far beyond it.
 LENGTHS = [40, 64, 65, 130, 310]

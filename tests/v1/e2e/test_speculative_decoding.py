@@ -8,10 +8,10 @@ engine in the same process (its search for kernels fails on a module that Numba 
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 from support import drafters
 from support.engine import EnginePair, EngineResult, Round, assert_same_outputs, engine_pair
 from support.engine_prompts import prompts, random_tokens
+from tools import checkpoints
 
 NGRAM = {
     "method": "ngram",

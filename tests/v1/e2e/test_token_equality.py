@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-import checkpoints
 from support.engine import (
     ASYNC_SCHEDULER,
     EnginePair,
@@ -28,6 +27,7 @@ from support.engine import (
     verify_pair,
 )
 from support.engine_prompts import noise_prompt, pass_key_prompt, prompts, random_tokens
+from tools import checkpoints
 
 #: Around the tiny models' window of 64 tokens, and far beyond it.
 LENGTHS = [40, 64, 65, 130, 200, 310]

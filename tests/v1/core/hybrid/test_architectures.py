@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from compatibility import PAGE
-from compatibility_tables import facts
-from compatibility_tables.architectures import CHECKPOINTS, all_architectures, examine
-from compatibility_tables.page import WITH_CONTENT, kinds_with_content, served_together
 from support.base_with_states import BaseWithStates
 from support.oracle import Chunked, Cross, Full, Mamba, OracleSettings, Sliding
 from support.oracle.workload import Add, Case, Run, random_operations, run_case
+from tools.compatibility import facts
+from tools.compatibility.architectures import CHECKPOINTS, all_architectures, examine
+from tools.compatibility.page import PAGE, WITH_CONTENT, kinds_with_content, served_together
 from vllm.v1.core.hybrid import KVCacheManager as ForkManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tools/base_tests.py` makes of an index page and of two runs; it runs no test of base's."""
+"""How `tools.base_tests` reads an index page and two runs; none of base's tests runs here."""
 
 import json
 
 import pytest
 
-import base_tests
-from base_tests import Outcome, Tally, find_sdist, judge, read_report
+from tools.base_tests import verdicts
+from tools.base_tests.sources import find_sdist
+from tools.base_tests.verdicts import Outcome, Tally, judge, read_report
 
-PASSED, FAILED = Outcome("passed", served=[base_tests.FORK]), Outcome("failed", "ValueError: no")
+PASSED, FAILED = Outcome("passed", served=[verdicts.HYBRID]), Outcome("failed", "ValueError: no")
 FILE = "tests/v1/core/test_scheduler.py"
 
 
@@ -40,22 +41,22 @@ def test_failed_teardown_of_a_test_that_passed_counts():
 
 
 def test_verdicts():
-    (reason, (known, *_)), *_ = base_tests.NOT_FOR_THE_FORK.items()
-    assert judge(f"{FILE}::test_a", PASSED, PASSED)[0] == base_tests.PASS
-    assert judge(f"{FILE}::test_a", PASSED, FAILED) == (base_tests.FORK_ONLY, FAILED.why)
-    assert judge(f"{FILE}::{known}", PASSED, FAILED) == (base_tests.NOT_FOR_US, reason)
-    assert judge(f"{FILE}::test_a", FAILED, FAILED) == (base_tests.BASE_TOO, FAILED.why)
-    # A test that the fork's run lost, or skips, is not one that passes.
-    assert judge(f"{FILE}::test_a", PASSED, Outcome())[0] == base_tests.FORK_ONLY
-    assert judge(f"{FILE}::test_a", PASSED, Outcome("skipped"))[0] == base_tests.FORK_ONLY
-    assert judge(f"{FILE}::test_a", Outcome("skipped"), FAILED)[0] == base_tests.BASE_TOO
+    (reason, (known, *_)), *_ = verdicts.NEEDS_BASE.items()
+    assert judge(f"{FILE}::test_a", PASSED, PASSED)[0] == verdicts.PASS
+    assert judge(f"{FILE}::test_a", PASSED, FAILED) == (verdicts.HYBRID_ONLY, FAILED.why)
+    assert judge(f"{FILE}::{known}", PASSED, FAILED) == (verdicts.NOT_FOR_US, reason)
+    assert judge(f"{FILE}::test_a", FAILED, FAILED) == (verdicts.BASE_TOO, FAILED.why)
+    # A test that the hybrid manager's run lost or skipped has not passed.
+    assert judge(f"{FILE}::test_a", PASSED, Outcome())[0] == verdicts.HYBRID_ONLY
+    assert judge(f"{FILE}::test_a", PASSED, Outcome("skipped"))[0] == verdicts.HYBRID_ONLY
+    assert judge(f"{FILE}::test_a", Outcome("skipped"), FAILED)[0] == verdicts.BASE_TOO
 
 
 def test_failures_and_those_served_are_counted_per_file():
     base = {f"{FILE}::{name}": PASSED for name in ("a", "b", "c")}
-    fork = {f"{FILE}::a": PASSED, f"{FILE}::b": FAILED, f"{FILE}::c": Outcome("passed")}
-    tally = Tally(base, fork)
+    hybrid = {f"{FILE}::a": PASSED, f"{FILE}::b": FAILED, f"{FILE}::c": Outcome("passed")}
+    tally = Tally(base, hybrid)
     assert tally.failures == [f"{FILE}::b: {FAILED.why}"]
-    assert tally.files[FILE][base_tests.PASS] == 2
-    assert tally.files[FILE][base_tests.SERVED] == 1
-    assert tally.served == {base_tests.FORK: 1}
+    assert tally.files[FILE][verdicts.PASS] == 2
+    assert tally.files[FILE][verdicts.SERVED] == 1
+    assert tally.served == {verdicts.HYBRID: 1}

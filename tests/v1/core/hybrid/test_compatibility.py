@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/compatibility.md says what the factory does, and names tests that there are."""
+"""docs/compatibility.md agrees with the factory, and the tests that it names exist."""
 
 import ast
 import re
@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from transformers.models.auto import modeling_auto
 
-from checkpoint_makers import tiny_models
-from checkpoints import CHECKPOINTS
-from compatibility import PAGE
-from compatibility_tables.architectures import all_architectures, registered
-from compatibility_tables.facts import EngineFacts, facts_of_kinds
-from compatibility_tables.features import FEATURES, Feature
-from compatibility_tables.page import (
+from tools.checkpoints import CHECKPOINTS, tiny_models
+from tools.compatibility.architectures import all_architectures, registered
+from tools.compatibility.facts import EngineFacts, facts_of_kinds
+from tools.compatibility.features import FEATURES, Feature
+from tools.compatibility.page import (
     DIFFUSION,
     ENGINE_TESTS,
+    PAGE,
     fill,
     managed_by,
 )
@@ -31,14 +30,14 @@ TESTS = Path(__file__).parents[3]
 
 
 def test_the_page_is_up_to_date() -> None:
-    """If not: ``python tools/compatibility.py``."""
+    """If it is not, run ``python -m tools.compatibility``."""
     page = PAGE.read_text()
     assert fill(page) == page
 
 
 def test_a_page_without_a_part_is_refused() -> None:
     page = PAGE.read_text().replace("<!-- generated: counts -->", "")
-    with pytest.raises(ValueError, match="the page has the parts"):
+    with pytest.raises(ValueError, match="the parts of the page must be"):
         fill(page)
 
 
@@ -75,7 +74,7 @@ def test_every_tiny_checkpoint_has_the_test_that_runs_it() -> None:
 
 
 def test_architectures_of_the_tiny_checkpoints() -> None:
-    """As in the ``config.json`` that is saved with them."""
+    """They are those of the saved ``config.json``."""
     model_types = {m.name: m.model_type for m in vars(tiny_models).values() if is_tiny(m)}
     assert ENGINE_TESTS.keys() - model_types.keys() == {"tiny-plamo2"}
     for name, model_type in model_types.items():
@@ -95,7 +94,7 @@ def is_tiny(value: Any) -> bool:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Which manager the factory builds for an engine: "fork" or "base"; none is built."""
+    """The manager that the factory builds for an engine, by name: a stand-in for either."""
 
     def manager(name: str) -> Any:
         def build(**kwargs: Any) -> SimpleNamespace:
@@ -104,7 +103,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         return build
 
-    monkeypatch.setattr(factory, "KVCacheManager", manager("fork"))
+    monkeypatch.setattr(factory, "KVCacheManager", manager("hybrid"))
     monkeypatch.setattr(factory, "BaseKVCacheManager", manager("base"))
 
     def decide(facts: EngineFacts) -> str:
@@ -132,13 +131,13 @@ def test_the_factory_decides_as_the_table_says(feature: Feature, built: Any) -> 
 
 
 def test_the_factory_decides_as_the_table_of_architectures_says(built: Any) -> None:
-    asked = set()
+    checked = set()
     for architecture in all_architectures():
         is_diffusion = architecture.name in DIFFUSION
         for caching in (True, False):
             question = (architecture.kinds, caching, is_diffusion)
-            if architecture.is_hybrid and question not in asked:
-                asked.add(question)
+            if architecture.is_hybrid and question not in checked:
+                checked.add(question)
                 said = managed_by(architecture, caching)
                 assert said.startswith(built(facts_of_kinds(*question))), architecture
-    assert len(asked) > 20
+    assert len(checked) > 20

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import checkpoints
 from support.plugin_state import plugin_state_restored
+from tools import checkpoints
 from vllm.config import ModelConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.config import _CONFIG_REGISTRY, get_config

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of deliberate faults fits the sources.
+"""The deliberate faults fit the sources.
 
-`tools/mutation_check.py` runs the tests on each fault, which takes too long for here.
+`python -m tools.mutation_check` runs the tests on each fault, which takes too long for here.
 """
+
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
-from mutants import MUTANTS
-from mutation_check import (
-    LAYERS,
-    PACKAGE,
-    ROOT,
-    TESTS,
-    NativeCore,
-    plant,
-    run_layer,
-    with_fault,
-)
+from tools.mutation_check.__main__ import run_layers
+from tools.mutation_check.layers import LAYERS, TESTS
+from tools.mutation_check.mutants import MUTANTS
+from tools.mutation_check.planting import PACKAGE, ROOT, NativeCore, plant, with_fault
 
 
 def test_there_are_enough_faults_and_all_differ():
@@ -40,5 +36,8 @@ def test_the_layers_name_test_files():
 def test_a_fault_is_caught_and_named(tmp_path):
     (mutant,) = (m for m in MUTANTS if m.fault == "evict half a grouped block")
     native_core = NativeCore(tmp_path / "core")
-    caught_by = run_layer(plant(mutant, tmp_path, native_core), "unit")
-    assert caught_by == "test_a_grouped_block_is_evicted_as_a_whole"
+    source: Future[Path] = Future()
+    source.set_result(plant(mutant, tmp_path, native_core))
+    # The layers after the one that catches it do not run.
+    caught = run_layers((source, tuple(LAYERS)))
+    assert caught == {"unit": "test_a_grouped_block_is_evicted_as_a_whole"}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint_makers.byte_tokenizer import (
+from tools.checkpoints.byte_tokenizer import (
     BOS_ID,
     END_OF_TURN_ID,
     EOS_ID,
@@ -27,7 +27,7 @@ from checkpoint_makers.byte_tokenizer import (
     printable_ids,
     save_tokenizer,
 )
-from checkpoint_makers.store import ensure_checkpoint
+from tools.checkpoints.store import ensure_checkpoint
 
 if TYPE_CHECKING:
     import torch

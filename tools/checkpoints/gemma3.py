@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint_makers.store import (
+from tools.checkpoints.store import (
     CheckpointError,
     cache_dir,
     ensure_checkpoint,

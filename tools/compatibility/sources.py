@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base's model code, read but not run: which classes a class is made of.
+"""Base's model code, read but not run: the classes that a class is made of.
 
-Most of base's models cannot be imported, let alone built, on every machine. Their source can be
-read anywhere.
+Few machines can import, let alone build, all of base's models; any machine can read their source.
 """
 
 import ast
@@ -36,7 +35,7 @@ _NOT_FOLLOWED = {
 
 @dataclass(frozen=True)
 class Found:
-    """A class, a function or the value of a global name, and the module that it is in."""
+    """A class, a function or the value of a global name, with its module."""
 
     module: str
     name: str
@@ -44,13 +43,13 @@ class Found:
 
 
 class Module:
-    """The global names of one module: those it defines, and those it imports."""
+    """The global names that one module defines or imports."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.is_package = path.name == "__init__.py"
         self.definitions: dict[str, ast.AST] = {}
-        #: Several, if a module imports a name for each platform from elsewhere.
+        #: Several sources, if a module imports a name from another one per platform.
         self.imports: dict[str, list[tuple[str, str | None]]] = {}
         source = path.read_text()
         # Modules of kernels take long to parse and have no layers.
@@ -92,7 +91,7 @@ def _global_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 @cache
 def load(name: str) -> Module | None:
-    """A module of vLLM, or of ours, by its name; None if there is no such module with a source."""
+    """The source of a module of vLLM or of this package; None if there is none."""
     root = importlib.util.find_spec("vllm")
     assert root is not None and root.submodule_search_locations
     for folder in (*root.submodule_search_locations, _OURS):
@@ -105,7 +104,7 @@ def load(name: str) -> Module | None:
 
 @cache
 def resolve(module_name: str, name: str) -> tuple[Found, ...]:
-    """What a global name of a module stands for; several things where platforms differ."""
+    """The definitions of a global name of a module; several where platforms differ."""
     followed = f"{module_name}.".startswith(_MODEL_CODE) or module_name.startswith(_MODEL_CODE)
     if not followed or module_name in _NOT_FOLLOWED:
         return ()
@@ -119,7 +118,7 @@ def resolve(module_name: str, name: str) -> tuple[Found, ...]:
         if source_name is not None and (source, source_name) != (module_name, name):
             found += resolve(source, source_name)
     if not found and module.is_package and name in _lazy_names(module):
-        # A package that imports its model only when it is asked for it.
+        # A package that imports its model lazily.
         for platform in ("nvidia", "amd"):
             found += resolve(f"{module_name}.{platform}.model", name)
     return tuple(dict.fromkeys(found))
@@ -132,9 +131,9 @@ def _lazy_names(module: Module) -> set[str]:
 
 
 def parents(found: Found) -> list[Found]:
-    """The base classes of a class, in order, as far as they are model code."""
+    """The base classes of a class that are model code, in order."""
     assert isinstance(found.node, ast.ClassDef)
-    # Where a function makes the base class, the one that it is given.
+    # Names in calls count too: a function may make the base class from its argument.
     bases = [node for base in found.node.bases for node in ast.walk(base)]
     names = [node.id for node in bases if isinstance(node, ast.Name)]
     return [
@@ -147,7 +146,7 @@ def parents(found: Found) -> list[Found]:
 
 @cache
 def ancestry(found: Found) -> tuple[Found, ...]:
-    """A class and its ancestors, roughly in the order in which Python looks for a method."""
+    """A class and its ancestors, roughly in method resolution order."""
     result = [found]
     for parent in parents(found):
         result += [ancestor for ancestor in ancestry(parent) if ancestor not in result]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint_makers.byte_tokenizer import (
+from tools.checkpoints.byte_tokenizer import (
     BOS_ID,
     END_OF_TURN_ID,
     EOS_ID,
@@ -20,8 +20,8 @@ from checkpoint_makers.byte_tokenizer import (
     VOCAB_SIZE,
     save_tokenizer,
 )
-from checkpoint_makers.store import ensure_checkpoint
-from checkpoint_makers.tiny_models import MAX_LENGTH, WINDOW, favour_printable
+from tools.checkpoints.store import ensure_checkpoint
+from tools.checkpoints.tiny_models import MAX_LENGTH, WINDOW, favour_printable
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that ask, cancel, repeat and send garbage, and judge every answer that they get."""
+"""Clients that ask, cancel, repeat and send garbage, and check every answer."""
 
 import asyncio
 import json
@@ -11,18 +11,18 @@ from typing import Any
 
 import httpx
 
-from soak_driver.answers import JSON, MIN_TOKENS, Piece, Reference, read_pieces, refusal, text_of
-from soak_driver.questions import GARBAGE, Question
+from tools.soak.answers import JSON, MIN_TOKENS, Piece, Reference, read_pieces, refusal, text_of
+from tools.soak.questions import GARBAGE, Question
 
-#: Seconds. A request that takes longer hangs.
+#: Seconds after which a request counts as hung.
 PATIENCE = 180
 
 
 @dataclass
 class Tally:
-    """What the clients of a soak have done and seen."""
+    """The actions of the clients of a soak, and their results."""
 
-    #: How often each thing was done. A Counter would not survive `dataclasses.asdict`.
+    #: The number of each action. A Counter would not survive `dataclasses.asdict`.
     actions: dict[str, int] = field(default_factory=dict)
     answers: int = 0
     parts: int = 0
@@ -33,9 +33,9 @@ class Tally:
 
 
 class SoakClient:
-    """One client, which does one thing after another; some things are several requests at once.
+    """One client, which acts sequentially; some actions send several requests at once.
 
-    What it does depends only on `seed`, and not on what the server answers.
+    The actions depend only on ``seed``, not on the answers of the server.
     """
 
     def __init__(self, http: httpx.AsyncClient, reference: Reference, tally: Tally, seed: str):
@@ -46,7 +46,7 @@ class SoakClient:
         self._draw = random.Random(seed)
 
     async def act(self) -> None:
-        """Do one random thing. Whatever goes wrong is in the tally."""
+        """Do one random action, and add its faults to the tally."""
         actions: dict[Callable[[], Awaitable[None]], int] = {
             self.ask_and_wait: 5,
             self.ask_and_stream: 5,
@@ -67,7 +67,7 @@ class SoakClient:
         except TimeoutError:
             self._fault(f"{action.__name__} took longer than {PATIENCE} s")
         except (httpx.HTTPError, OSError, LookupError, ValueError) as error:
-            # No answer, or one that is not as it should be.
+            # No answer, or a malformed one.
             self._fault(f"{action.__name__}: {error!r}")
 
     async def ask_and_wait(self) -> None:
@@ -106,10 +106,10 @@ class SoakClient:
         seen = refusal(await self._http.post(path, content=content, headers=JSON))
         self._tally.refused += 1
         if seen != self._reference.refusals[name]:
-            self._fault(f"{name} gets {seen}, and not {self._reference.refusals[name]}")
+            self._fault(f"{name} gets {seen}, expected {self._reference.refusals[name]}")
 
     async def break_off_a_request(self) -> None:
-        """Send the beginning of a request, and no more."""
+        """Send only the beginning of a request."""
         question, length = self._pick()
         body = json.dumps(question.body(length)).encode()
         head = f"POST {question.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
@@ -129,7 +129,7 @@ class SoakClient:
         return self._draw.randint(MIN_TOKENS, len(self._reference.answers[question]))
 
     def _body(self, question: Question, length: int, **more: Any) -> dict[str, Any]:
-        # Now and then a salt, with which nothing but the same salt's blocks may be reused.
+        # Some requests have a salt, and may reuse only blocks with the same salt.
         if self._draw.random() < 0.1:
             more["cache_salt"] = self._draw.choice("ab")
         return question.body(length, **more)
@@ -144,7 +144,7 @@ class SoakClient:
         self._judge(question, pieces, text_of(choice, question.is_chat), length)
 
     async def _stream(self, question: Question, length: int, stop_after: int | None = None) -> None:
-        """Read the answer as it comes, and hang up after `stop_after` tokens or a few more."""
+        """Read the answer as it comes, and disconnect after ``stop_after`` tokens or a few more."""
         body = self._body(question, length, stream=True)
         pieces: list[Piece] = []
         text, ended = "", False
@@ -174,7 +174,7 @@ class SoakClient:
         self._judge(question, pieces, text, length if ended else None)
 
     async def _give_up(self, question: Question, length: int, after: float) -> None:
-        """Wait for an answer some seconds and no longer."""
+        """Wait for an answer for ``after`` seconds at most."""
         try:
             async with asyncio.timeout(after):
                 await self._whole(question, length)

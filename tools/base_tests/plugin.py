@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pytest plugin of `base_tests.py`: runs in base's own tests, and writes down what they did.
+"""A pytest plugin that runs inside base's own tests and reports what they did.
 
-With ``VLLM_HYBRID_KV=0`` it only writes. Else the fork is active, and serves every scheduler that a
-test builds or says why it leaves it to base. Its manager then verifies itself at every step and at
-the end of the test, and answers what tests ask of base's structures (`base_tests_views`).
+With ``VLLM_HYBRID_KV=0`` it only reports. Otherwise it activates the hybrid manager and reports,
+for every scheduler that a test builds, whether the hybrid manager serves it or why base does. The
+hybrid manager then verifies itself at every step and at the end of each test, and `views` answers
+what tests read from base's structures.
 """
 
 import json
@@ -14,16 +15,18 @@ from typing import Any
 
 import pytest
 
-import base_tests_views
+from tools.base_tests import views
+from tools.base_tests.verdicts import HYBRID
 from vllm.plugins import load_general_plugins
 
 REPORT_VARIABLE = "BASE_TESTS_REPORT"
-FORK = os.environ["VLLM_HYBRID_KV"] != "0"
-#: KV connectors that tests define for themselves; none looks at more than a request's block ids.
+ACTIVE = os.environ["VLLM_HYBRID_KV"] != "0"
+#: KV connectors that the tests define; they read no more than a request's block ids.
 TEST_CONNECTORS = ("MockKVConnector", "TestExampleConnector")
 
-#: Of the test that runs: who serves its schedulers ("fork", or why base), and the fork's managers.
+#: For each scheduler of the running test: `HYBRID`, or the reason why base serves it.
 _served: list[str] = []
+#: The hybrid managers of the running test.
 _managers: list[Any] = []
 
 
@@ -51,10 +54,10 @@ def _watch_schedulers() -> None:
         manager = self.kv_cache_manager
         (reason,) = reasons
         assert isinstance(manager, KVCacheManager) == (reason is None), f"{manager} for {reason}"
-        _served.append(reason or "fork")
+        _served.append(reason or HYBRID)
         if isinstance(manager, KVCacheManager):
             manager.verify_every_step = True
-            base_tests_views.show(manager)
+            views.show(manager)
             _managers.append(manager)
 
     factory.find_reason_for_base = find_reason_for_base
@@ -65,17 +68,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in ("cpu_test", "skip_global_cleanup", "core_model", "hybrid_model"):
         config.addinivalue_line("markers", f"{mark}: base's")
     load_general_plugins()
-    if FORK:
+    if ACTIVE:
         from vllm.v1.core.hybrid import plugin
 
         if not plugin.is_active():
-            raise pytest.UsageError(f"the fork is not active: {plugin.find_obstacle()}")
+            raise pytest.UsageError(f"the plugin is not active: {plugin.find_obstacle()}")
         _watch_schedulers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # For GPUs and groups of processes; it takes longer than most tests.
+        # Base's cleanup of GPUs and process groups takes longer than most tests.
         item.add_marker("skip_global_cleanup")
 
 
@@ -87,7 +90,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_runtest_logstart() -> None:
     _served.clear()
     _managers.clear()
-    base_tests_views.looked_at.clear()
+    views.looked_at.clear()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,7 +105,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # One line a test: of a phase that went wrong, else of the call.
+    # One line per test: the phase that failed, or else the call.
     if report.when == "call" or not report.passed:
         why = ""
         if call.excinfo is not None:
@@ -113,6 +116,6 @@ def pytest_runtest_makereport(
             outcome=report.outcome,
             why=why,
             served=list(_served),
-            looked_at=sorted(set(base_tests_views.looked_at)),
+            looked_at=sorted(set(views.looked_at)),
         )
     return report

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deliberate faults for `tools/mutation_check.py`: each is a change of one place.
+"""Deliberate faults for the mutation check; each changes one place of the sources.
 
-``old`` must occur exactly once in the file, so a change of the sources that moves it
-is noticed (`tests/v1/core/hybrid/test_mutants.py`).
+``old`` must occur exactly once in the file, so that a change of the sources that moves it is
+noticed (`tests/v1/core/hybrid/test_mutants.py`).
 """
 
 from dataclasses import dataclass

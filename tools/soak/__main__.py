@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drive a real server for minutes with clients that ask, cancel, repeat and send garbage.
 
-    python tools/soak.py --minutes 30 [--clients 12] [--seed 0] [--num-gpu-blocks 72]
+    python -m tools.soak --minutes 30 [--clients 12] [--seed 0] [--num-gpu-blocks 72]
 
-serves the tiny Gemma 3 checkpoint with a KV cache so small that requests are preempted all the
-time, and compares each answer, token by token, with what a quiet server has answered without
-the fork. It also checks that the server stays up, that the memory of its processes stays flat
-and that no KV cache block is in use when no request is. Exit status 1 if anything does not hold.
+It serves the tiny Gemma 3 checkpoint with a KV cache so small that requests are preempted all the
+time, and compares each answer, token by token, with the answer of an idle server with base's
+manager. It also checks that the server stays up, that the memory of its processes stays flat, and
+that no KV cache block is in use while no request is. The exit status is 1 if a check fails.
 """
 
 import argparse
@@ -22,25 +22,25 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-# The support code of the tests starts servers.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+# The support code of the tests starts the servers.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-import checkpoints
-from soak_driver.answers import Reference, ask_reference
-from soak_driver.clients import SoakClient
-from soak_driver.memory import MemoryWatch
-from soak_driver.questions import MAX_MODEL_LEN, MODEL_NAME, make_questions
-from soak_driver.report import Report
 from support.server import ACTIVE_LINE, Server, ServerError, parse_metrics
+from tools import checkpoints
+from tools.soak.answers import Reference, ask_reference
+from tools.soak.clients import SoakClient
+from tools.soak.memory import MemoryWatch
+from tools.soak.questions import MAX_MODEL_LEN, MODEL_NAME, make_questions
+from tools.soak.report import Report
 
 #: Seconds between samples of memory and of the KV cache's usage.
 SAMPLE_INTERVAL = 2.0
-#: Things that each client does in a round, after which the server comes to rest.
+#: Actions of each client in a round, after which the server becomes idle.
 ACTIONS_A_ROUND = 6
-#: The prefix cache is reset after every so many rounds.
+#: Rounds between two resets of the prefix cache.
 ROUNDS_A_RESET = 3
-#: Of the server. oneDNN keeps a kernel for each size of batch, and fills 200 MiB of the worker
-#: with them over minutes, with the fork or without: a leak would go unseen in that.
+#: For the server. oneDNN caches a kernel for each size of batch, up to 200 MiB in the worker within
+#: minutes and with either manager, which would hide a leak.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "generation_tokens")
 
@@ -49,7 +49,7 @@ console = Console(stderr=True)
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    # Let what is running end its processes on SIGTERM too.
+    # SIGTERM must end the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = run_soak(options)
     report.print(Console())
@@ -62,16 +62,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Drive a server with many clients and check every answer."
     )
-    parser.add_argument("--minutes", type=positive, required=True, help="how long the clients ask")
-    parser.add_argument("--clients", type=int, default=12, help="how many there are")
-    parser.add_argument("--questions", type=int, default=60, help="how many different prompts")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and of what clients do")
+    parser.add_argument("--minutes", type=positive, required=True, help="length of the soak")
+    parser.add_argument("--clients", type=int, default=12, help="number of clients")
+    parser.add_argument("--questions", type=int, default=60, help="number of different prompts")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and actions")
     parser.add_argument(
         "--num-gpu-blocks", type=int, default=72, help="the size of the KV cache, in blocks of 32"
     )
     parser.add_argument("--json", type=Path, help="a file for the results")
     parser.add_argument(
-        "--without-fork", action="store_true", help="soak base vLLM instead, to compare with"
+        "--manager", choices=("hybrid", "base"), default="hybrid", help="default: %(default)s"
     )
     return parser.parse_args(arguments)
 
@@ -79,30 +79,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def positive(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
     return value
 
 
 def run_soak(options: argparse.Namespace) -> Report:
-    settings = {key: value for key, value in vars(options).items() if key != "json"}
-    report = Report(settings | {"fork": not options.without_fork})
+    report = Report({key: value for key, value in vars(options).items() if key != "json"})
     model = checkpoints.tiny_gemma3()
     limits = [f"--served-model-name={MODEL_NAME}", f"--max-model-len={MAX_MODEL_LEN}"]
     small = [f"--num-gpu-blocks-override={options.num_gpu_blocks}", "--max-num-batched-tokens=128"]
     try:
         with Server(
             model,
-            hybrid=not options.without_fork,
+            hybrid=options.manager == "hybrid",
             arguments=limits + small,
             environment=ENVIRONMENT,
         ) as server:
-            with Server(model, hybrid=False, arguments=limits) as quiet:
-                console.print("starting a quiet server and the one to soak ...")
-                quiet.wait_until_healthy()
+            with Server(model, hybrid=False, arguments=limits) as idle:
+                console.print("starting the reference server and the server to soak ...")
+                idle.wait_until_healthy()
                 server.wait_until_healthy()
-                console.print(f"asking {options.questions} questions quietly ...")
+                console.print(f"asking the reference server {options.questions} questions ...")
                 questions = make_questions(options.questions, options.seed)
-                reference = ask_reference(quiet.url, questions)
+                reference = ask_reference(idle.url, questions)
             soak = Soak(server, reference, report, options)
             try:
                 asyncio.run(soak.run())
@@ -127,15 +126,15 @@ class Soak:
         self._memory = MemoryWatch(server.processes())
 
     async def run(self) -> None:
-        """Ask until the time is over.
+        """Run rounds until the time is over.
 
         Raises:
-            ServerError: the server has ended, or does not come to rest.
+            ServerError: if the server has ended.
         """
         report, options = self._report, self._options
         start = time.monotonic()
         end = start + options.minutes * 60
-        # A connection for each request: the server closes idle ones as it likes.
+        # A connection for each request: the server closes idle ones at any time.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             base_url=self._server.url, timeout=None, limits=limits
@@ -157,7 +156,7 @@ class Soak:
             report.counters[name] = after[sample] - before[sample]
 
     def take_stock(self) -> None:
-        """Put into the report what the server's log and memory say."""
+        """Add the server's log and memory to the report."""
         lines = self._server.log.splitlines()
         self._report.active_lines = sum(ACTIVE_LINE in line for line in lines)
         # The API server logs an error, with a traceback, for each request that it refuses.
@@ -191,7 +190,11 @@ class Soak:
             report.resets.append(answer.raise_for_status().json()["success"])
 
     async def _rest(self, http: httpx.AsyncClient) -> float:
-        """Wait until nothing runs, and return the share of the KV cache then in use."""
+        """Wait until no request runs, and return the share of the KV cache that is still in use.
+
+        Raises:
+            ServerError: if the server has ended.
+        """
         for _ in range(600):
             self._raise_if_down()
             metrics = await self._metrics(http)

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints for tests and demonstrations, made when first needed.
 
-    python tools/checkpoints.py tiny-gemma3 [--force]
-
-prints the folder of a checkpoint, made first if it is missing. The tiny ones are random and
-take seconds; all have a byte-level tokenizer and a chat template of their own, the same for
-every one. Serve or load them with `dtype="float32"`: vLLM's `auto` would round them to
-bfloat16. They lie in `$HYBRID_KV_MODEL_CACHE`, or in `~/.cache/vllm-hybrid-kv`.
+``python -m tools.checkpoints tiny-gemma3`` prints the folder of one. The tiny ones are random and
+take seconds to make; all of them share one byte-level tokenizer and one chat template. Load them
+with ``dtype="float32"``: vLLM's ``auto`` would round them to bfloat16. The folder that holds them
+is ``$HYBRID_KV_MODEL_CACHE``, or ``~/.cache/vllm-hybrid-kv``.
 """
 
-import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint_makers import tiny_models
-from checkpoint_makers.gemma3_270m import ensure_gemma3_270m
-from checkpoint_makers.store import CheckpointError, cache_dir
-from checkpoint_makers.tiny_models import ensure_tiny
-from checkpoint_makers.tiny_plamo2 import TINY_PLAMO2, ensure_tiny_plamo2
+from tools.checkpoints import tiny_models
+from tools.checkpoints.gemma3 import ensure_gemma3_270m
+from tools.checkpoints.plamo2 import TINY_PLAMO2, ensure_tiny_plamo2
+from tools.checkpoints.store import CheckpointError, cache_dir
+from tools.checkpoints.tiny_models import ensure_tiny
 
 __all__ = [
     "CHECKPOINTS",
@@ -93,7 +89,7 @@ def tiny_plamo2(force: bool = False) -> Path:
     return ensure_tiny_plamo2(TINY_PLAMO2, force)
 
 
-#: Every checkpoint that can be made, by its name on the command line.
+#: Every checkpoint, by its name on the command line.
 CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "gemma3-270m": gemma3_270m,
     "tiny-gemma3": tiny_gemma3,
@@ -107,22 +103,3 @@ CHECKPOINTS: dict[str, Callable[[bool], Path]] = {
     "tiny-whisper": tiny_whisper,
     "tiny-plamo2": tiny_plamo2,
 }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Make a checkpoint if it is missing, and print its folder."
-    )
-    parser.add_argument("name", choices=CHECKPOINTS)
-    parser.add_argument("--force", action="store_true", help="make it again even if it is there")
-    options = parser.parse_args(arguments)
-    try:
-        print(CHECKPOINTS[options.name](options.force))
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

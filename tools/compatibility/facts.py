@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines as the factory sees them, made up for questions to ``coverage.py``."""
+"""Engines as the factory sees them, made up to query ``coverage.py``."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from compatibility_tables.architectures import CHECKPOINTS
+from tools.compatibility.architectures import CHECKPOINTS
 from vllm.config import (
     KVTransferConfig,
     ModelConfig,
@@ -62,7 +62,7 @@ _HEADS: dict[str, Any] = {
 
 
 def _mamba(caching: bool, **changes: Any) -> MambaSpec:
-    # Base keeps one state a request without prefix caching, and one a block with it.
+    # Base keeps one state per request without prefix caching, and one per block with it.
     return MambaSpec(
         block_size=BLOCK_SIZE if caching else MAX_MODEL_LEN,
         shapes=((4, 4),),
@@ -73,11 +73,11 @@ def _mamba(caching: bool, **changes: Any) -> MambaSpec:
 
 
 def spec_of(kind: str, caching: bool = True) -> KVCacheSpec:
-    """What base's layers of one kind ask for; kinds are those of ``architectures.py``."""
+    """The spec of base's layers of one kind; kinds are those of ``architectures.py``."""
     if kind == "Mamba":
         return _mamba(caching)
     if kind == CHECKPOINTS:
-        # As base's Mamba 2 layers, whatever the mode.
+        # As base's Mamba 2 layers in every mode.
         return _mamba(caching, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
     spec_cls, arguments = {
         "full": (FullAttentionSpec, {}),
@@ -109,17 +109,17 @@ def make_engine_config(
     connector: str | None = None,
     **changes: Any,
 ) -> VllmConfig:
-    """A small model's configuration.
+    """The engine configuration of a small model.
 
     Args:
         caching: Whether prefix caching is on.
-        model: What is different in the model's ``config.json``.
+        model: Values that differ from `_MODEL` in the model's ``config.json``.
         speculation: A speculative method.
         connector: The name of a KV connector.
         changes: Values of ``part__name``, such as ``scheduler_config__policy``.
 
     Raises:
-        AttributeError: for a name that the part of the configuration does not have.
+        AttributeError: if the part of the configuration has no such name.
     """
     config = copy.copy(_base_config())
     config.model_config = copy.copy(config.model_config)
@@ -139,7 +139,7 @@ def make_engine_config(
             target_model_config=config.model_config,
             target_parallel_config=config.parallel_config,
         )
-        # Of the other methods most need a checkpoint of their own, which makes no difference.
+        # Most other methods need a checkpoint of their own, which coverage does not look at.
         config.speculative_config.method = speculation  # type: ignore[assignment]
     changes = {"cache_config__enable_prefix_caching": caching} | changes
     for path, value in changes.items():
@@ -154,7 +154,7 @@ def make_engine_config(
 def facts_of(
     groups: Iterable[KVCacheGroupSpec | KVCacheSpec], vllm_config: VllmConfig, **changes: Any
 ) -> EngineFacts:
-    """An engine whose model has these KV cache groups, one layer each."""
+    """An engine whose model has these KV cache groups, with one layer each."""
     config = KVCacheConfig(
         num_blocks=1000,
         kv_cache_tensors=[],
@@ -192,6 +192,6 @@ def facts_of_kinds(
 
 
 def reason_for_base(facts: EngineFacts) -> str | None:
-    """Why an engine is base's, without the number of a group; None if it is the fork's."""
+    """Why base serves an engine, without the id of a group; None if the hybrid manager does."""
     reason = find_uncovered_feature(facts)
     return reason and re.sub(r" \(KV cache group \d+\)$", "", reason)

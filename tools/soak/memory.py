@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import psutil
 
 MIB = 1 << 20
-#: How far a process may grow from the end of the warm-up to the end of the soak, along a
-#: straight line through all samples. Over 30 minutes that is 0.3 MiB a minute.
+#: Growth that is allowed from the end of the warm-up to the end of the soak, along a straight line
+#: through all samples. Over 30 minutes that is 0.3 MiB a minute.
 MAX_GROWTH = 8 * MIB
-#: Share of the soak that is warm-up, and its limit in seconds.
+#: The share of the soak that is warm-up, and the limit of it in seconds.
 WARM_UP = (0.4, 180.0)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """How the memory of a process went after the warm-up; all in bytes."""
+    """The memory of a process after the warm-up, in bytes."""
 
     process: str
     num_samples: int
@@ -29,7 +29,7 @@ class Growth:
     per_minute: float
     #: Along the fitted line.
     total: float
-    #: All samples, the warm-up's too: seconds since the first, and bytes.
+    #: All samples, with those of the warm-up: seconds since the first, and bytes.
     samples: Sequence[tuple[float, int]] = field(repr=False)
 
 
@@ -37,8 +37,8 @@ class MemoryWatch:
     """Samples the resident memory of a server's processes.
 
     Args:
-        processes: The API server first, then those that it has started. vLLM gives names to
-            its own; others, such as Python's resource tracker, are left out.
+        processes: The API server, followed by the processes that it started. Only those that
+            vLLM has named are sampled, not Python's resource tracker for instance.
     """
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
@@ -63,14 +63,14 @@ def growth_of(process: str, samples: Sequence[tuple[float, int]]) -> Growth:
     """Fit a line through the samples (seconds, bytes) after the warm-up.
 
     Raises:
-        ValueError: fewer than three samples are left.
+        ValueError: if fewer than three samples are left.
     """
     start, end = samples[0][0], samples[-1][0]
     share, limit = WARM_UP
     after = start + min(share * (end - start), limit)
     kept = [(at, size) for at, size in samples if at >= after]
     if len(kept) < 3:
-        raise ValueError(f"{len(kept)} samples of {process} are too few")
+        raise ValueError(f"too few samples of {process}: must be 3 or more, got {len(kept)}")
     times, sizes = [at for at, _ in kept], [size for _, size in kept]
     slope = statistics.linear_regression(times, sizes).slope
     return Growth(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine can be asked to do, and the test that shows it with the fork.
+"""The features of an engine, and the test that shows each of them with the hybrid manager.
 
-What manages an engine that does it is not written here: the factory's own list is asked.
+Which manager serves a feature is not written here; it comes from the factory's own list.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import torch
 
-from compatibility_tables.architectures import CHECKPOINTS
-from compatibility_tables.facts import (
+from tools.compatibility.architectures import CHECKPOINTS
+from tools.compatibility.facts import (
     BLOCK_SIZE,
     EngineFacts,
     facts_of,
@@ -41,7 +41,7 @@ _IMAGES = "tests/v1/e2e/test_multimodal.py::"
 _DRAFTS = "tests/v1/e2e/test_speculative_decoding.py::"
 _OFFLINE = "tests/v1/e2e/test_offline_llm.py::"
 
-#: Shows of every feature that the factory builds what the table says.
+#: Shows for every feature that the factory builds the manager in the table.
 FACTORY_TEST = _UNIT + "test_compatibility.py::test_the_factory_decides_as_the_table_says"
 
 
@@ -51,14 +51,14 @@ class Feature:
 
     section: str
     name: str
-    #: Called anew for each question, since an engine's configuration takes time to make.
+    #: Deferred, since the configuration of an engine takes time to make.
     facts: Callable[[], EngineFacts]
     #: A pytest node, without parameters.
     test: str = FACTORY_TEST
 
 
 def _full(**changes: Any) -> Callable[[], EngineFacts]:
-    """A model with full attention and windows, in an engine with these changes."""
+    """An engine with these changes, whose model has full attention and windows."""
     return lambda: facts_of([spec_of("full"), spec_of("sliding")], make_engine_config(**changes))
 
 
@@ -67,7 +67,7 @@ def _kinds(*kinds: str, caching: bool = True) -> Callable[[], EngineFacts]:
 
 
 def _group(**changes: Any) -> Callable[[], EngineFacts]:
-    """A group that has more about it than a spec."""
+    """A KV cache group with these fields beside its spec."""
     group = KVCacheGroupSpec(["layer.0"], spec_of("full"), **changes)
     return lambda: facts_of([group], make_engine_config())
 
@@ -140,11 +140,11 @@ _MODELS = [
     ("without KV cache: pooling models with an encoder, attention-free models", _kinds(),
      _OFFLINE + "test_embedding_model_without_kv_cache"),
     ("encoder-decoder models", _kinds("cross", "full"), _ENGINE + "test_whisper"),
-    ("the same with prefix caching asked for",
+    ("the same with prefix caching requested",
      lambda: facts_of([spec_of("full"), spec_of("cross")],
                       make_engine_config(model={"is_encoder_decoder": True})),
      _ENGINE + "test_whisper_whose_user_asks_for_prefix_caching"),
-    ("models that see (Gemma 3 with its vision tower)", _kinds("sliding", "full"),
+    ("vision models (Gemma 3 with its vision tower)", _kinds("sliding", "full"),
      _IMAGES + "test_images_with_preemption"),
     ("diffusion models", lambda: facts_of_kinds({"full"}, is_diffusion=True),
      _COVERAGE + "test_models"),
@@ -213,7 +213,7 @@ _PARALLELISM = [
 ]  # fmt: skip
 
 SPECULATION = "Speculative decoding"
-#: Of the methods in base, those that more than the factory's choice is shown for.
+#: Base's methods that a test runs, beyond the factory's choice.
 _SPECULATION_TESTS = {
     "ngram": _DRAFTS + "test_ngram",
     "draft_model": _DRAFTS + "test_draft_model",
@@ -223,7 +223,7 @@ _SPECULATION_TESTS = {
 
 
 def _speculative_methods() -> list[str]:
-    """Base's methods; it serves all kinds of MTP as one."""
+    """Base's methods, with all variants of MTP as one."""
 
     def flatten(literal: Any) -> Iterator[str]:
         for value in get_args(literal):
@@ -267,7 +267,7 @@ _SPECULATION = [
 CONNECTORS = "KV connectors"
 _LOADS = _UNIT + "test_oracle_connector.py::"
 _ON_CONNECTORS = "tests/v1/e2e/test_kv_connectors.py::"
-#: Of the connectors in base, those that more than the factory's choice is shown for.
+#: Base's connectors that a test runs, beyond the factory's choice.
 _CONNECTOR_TESTS = {
     "DecodeBenchConnector": _ON_CONNECTORS + "test_decode_bench_connector",
     "ExampleConnector": _ON_CONNECTORS + "test_example_connector",
@@ -283,13 +283,13 @@ def _connector(name: str, module_path: str | None = None, **options: Any) -> Any
     facts = _full(connector=name)
 
     def with_options() -> EngineFacts:
-        asked = facts()
-        assert asked.vllm_config is not None
-        config = asked.vllm_config.kv_transfer_config
+        engine = facts()
+        assert engine.vllm_config is not None
+        config = engine.vllm_config.kv_transfer_config
         assert config is not None
         config.kv_connector_module_path = module_path
         config.kv_connector_extra_config = options
-        return asked
+        return engine
 
     return with_options
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak has found: checks, each passed or not, and the numbers behind them."""
+"""The report of a soak: checks, passed or not, and the numbers behind them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from soak_driver.clients import Tally
-from soak_driver.memory import MAX_GROWTH, MIB, Growth
+from tools.soak.clients import Tally
+from tools.soak.memory import MAX_GROWTH, MIB, Growth
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,23 @@ class Check:
 
 @dataclass
 class Report:
-    """Of one soak; `checks` says all that had to hold."""
+    """The numbers of one soak; `checks` judges them."""
 
     settings: dict[str, Any]
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
     rounds: int = 0
-    #: Of the server, what its counters had risen by at the end.
+    #: The increase of the server's counters over the soak.
     counters: dict[str, float] = field(default_factory=dict)
     growths: Sequence[Growth] = ()
-    #: Shares of the KV cache in use after each round, and how often the cache could be reset.
+    #: The share of the KV cache in use after each round.
     usages: list[float] = field(default_factory=list)
     peak_usage: float = 0.0
+    #: Whether each reset of the prefix cache succeeded.
     resets: list[bool] = field(default_factory=list)
     active_lines: int = 0
     error_lines: list[str] = field(default_factory=list)
-    #: Why the soak could not go on to its end.
+    #: The reason why the soak stopped early.
     breakdown: str | None = None
 
     @property
@@ -47,11 +48,11 @@ class Report:
 
     def checks(self) -> list[Check]:
         tally, actions, counters = self.tally, self.tally.actions, self.counters
-        expected_lines = int(self.settings["fork"])
+        expected_lines = int(self.settings["manager"] == "hybrid")
         checks = [
             _check("server stays up", self.breakdown is None, self.breakdown is None, True),
             _check(
-                "lines that say the fork is active",
+                "lines that say the hybrid manager is active",
                 self.active_lines == expected_lines,
                 self.active_lines,
                 expected_lines,

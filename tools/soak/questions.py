@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the clients of a soak ask: a tree of prompts with shared beginnings, and garbage."""
+"""The requests of a soak: a tree of prompts with shared prefixes, and garbage."""
 
 import json
 import random
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL_NAME = "tiny"
-#: Tokens; the tokenizer makes one of each character.
+#: In tokens; each character is one token.
 MAX_MODEL_LEN = 512
-#: Of the longest answer to a question.
+#: The length of the longest answer.
 MAX_TOKENS = 96
 
 _CHARACTERS = string.ascii_letters + string.digits + " .,;:!?"
@@ -19,7 +19,7 @@ _NUM_TRUNKS = 4
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt. Questions of one trunk begin alike, some of them for longer than others."""
+    """One prompt. Questions of one trunk share a prefix, of different lengths."""
 
     index: int
     trunk: int
@@ -52,7 +52,7 @@ def make_questions(count: int, seed: int) -> list[Question]:
     questions = []
     for index in range(count):
         trunk = index % _NUM_TRUNKS
-        # One in four leaves its trunk early, so that little or nothing of it can be reused.
+        # One in four leaves its trunk early, so that little or none of it can be reused.
         if draw.random() < 0.25:
             prompt = trunks[trunk][: draw.randrange(len(trunks[trunk]))]
         else:
@@ -76,7 +76,7 @@ def _chat(**values: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-#: Requests that a server refuses: the path, and the body.
+#: Requests that a server must refuse: path and body.
 GARBAGE: dict[str, tuple[str, bytes]] = {
     "prompt too long": ("/v1/completions", _completion(prompt="x" * 5000)),
     "token ids too many": ("/v1/completions", _completion(prompt=[40] * 2000)),

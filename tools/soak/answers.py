@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers, and what the reference server has answered to each question alone."""
+"""Answers, and the answers of the reference server, which gets one question at a time."""
 
 import string
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 
-from soak_driver.questions import GARBAGE, MAX_TOKENS, Question
+from tools.soak.questions import GARBAGE, MAX_TOKENS, Question
 
-#: Log-probabilities. In float32, sums in another order were seen to change them by 1e-5; what
-#: a wrong block would change is far more.
+#: Of log-probabilities. In float32, another order of summation changed them by 1e-5; a wrong block
+#: changes them far more.
 LOGPROB_TOLERANCE = 1e-3
-#: A token with a smaller lead over the next might be another one in another batch.
+#: A token with a smaller lead over the second likeliest may differ in another batch.
 SAFE_LEAD = 1e-2
-#: Questions with a shorter certain answer are not asked.
+#: Questions with a shorter certain answer are left out.
 MIN_TOKENS = 24
 
 _PLAIN = {*string.printable}
@@ -23,9 +23,9 @@ _PLAIN = {*string.printable}
 
 @dataclass(frozen=True)
 class Piece:
-    """A generated token: its text, its log-probability, and its lead over the next likely.
+    """A generated token: its text, its log-probability, and its lead over the second likeliest.
 
-    The lead is 0 where it was not asked for.
+    The lead is 0 if the request did not ask for other tokens.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Piece:
 
 
 def read_pieces(choice: dict[str, Any], is_chat: bool) -> list[Piece]:
-    """The tokens in a choice of an answer or of a chunk of a stream."""
+    """The tokens in a choice of an answer or of one chunk of a stream."""
     found = choice["logprobs"]
     if not found:
         return []
@@ -60,7 +60,7 @@ def text_of(choice: dict[str, Any], is_chat: bool) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """Certain answers by question, and what a server says to garbage: status and body."""
+    """Certain answers by question, and the refusals of garbage: status and body."""
 
     answers: dict[Question, Sequence[Piece]]
     refusals: dict[str, tuple[int, str]]
@@ -68,7 +68,7 @@ class Reference:
     def find_fault(
         self, question: Question, pieces: Sequence[Piece], text: str, length: int | None
     ) -> str | None:
-        """What is wrong with an answer of `length` tokens, or with a part of one (None)."""
+        """The fault of an answer of ``length`` tokens, or of a part of one (``length=None``)."""
         expected = self.answers[question]
         wrong = [
             i
@@ -79,23 +79,23 @@ class Reference:
             i = wrong[0]
             return (
                 f"question {question.index}, token {i}: {pieces[i].text!r} "
-                f"({pieces[i].logprob:.4f}) and not {expected[i].text!r} "
+                f"({pieces[i].logprob:.4f}), expected {expected[i].text!r} "
                 f"({expected[i].logprob:.4f}); prompt {question.prompt!r}"
             )
         if length is not None and len(pieces) != length:
-            return f"question {question.index}: {len(pieces)} tokens and not {length}"
+            return f"question {question.index}: {len(pieces)} tokens, expected {length}"
         if len(pieces) > len(expected):
-            return f"question {question.index}: more tokens than were asked for"
+            return f"question {question.index}: more tokens than the reference has"
         if text != "".join(piece.text for piece in pieces):
             return f"question {question.index}: the text is not that of its tokens: {text!r}"
         return None
 
 
 def ask_reference(url: str, questions: Sequence[Question]) -> Reference:
-    """Ask a quiet server each question and each piece of garbage, one after another.
+    """Send an idle server each question and each piece of garbage, one after another.
 
     Raises:
-        RuntimeError: too few answers are certain, or garbage is not refused.
+        RuntimeError: if too few answers are certain, or if garbage is not refused.
     """
     answers: dict[Question, Sequence[Piece]] = {}
     refusals: dict[str, tuple[int, str]] = {}
@@ -123,7 +123,7 @@ def refusal(response: httpx.Response) -> tuple[int, str]:
 
 
 def certain_part(pieces: Sequence[Piece]) -> list[Piece]:
-    """The beginning of an answer that is the same in every batch, and is plain text."""
+    """The beginning of an answer that every batch must give, and that is plain text."""
     for length, piece in enumerate(pieces):
         if piece.lead < SAFE_LEAD or not {*piece.text} <= _PLAIN:
             return list(pieces[:length])

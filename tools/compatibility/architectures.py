@@ -2,10 +2,9 @@
 """The architectures in base's registry, and the kinds of KV cache that their layers can have.
 
 For each class in the registry, the classes that its code names are followed down to the layers
-that tell vLLM what KV cache they need (``get_kv_cache_spec``); the specs that those can make are
-the architecture's kinds. What the code may do, depending on a checkpoint's configuration, counts
-as well as what it always does: "Llama" can have windows, since some checkpoints that run on its
-code do.
+with a KV cache (``get_kv_cache_spec``). The specs that these layers can make are the kinds of the
+architecture. Everything that the code can do for some configuration counts: "Llama" can have
+windows, since some checkpoints that run on its code do.
 """
 
 import ast
@@ -15,19 +14,19 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from compatibility_tables.sources import Found, Function, ancestry, load, methods, resolve
+from tools.compatibility.sources import Found, Function, ancestry, load, methods, resolve
 from vllm.v1.core.hybrid.plamo2 import PLAMO2
 
 _REGISTRY = "vllm.model_executor.models.registry"
 _SPEC_METHOD = "get_kv_cache_spec"
-#: Builds the language model inside of a model.
+#: The function that builds the language model inside of a model.
 _BACKBONE = "init_vllm_registered_model"
-#: Models that draft for another one; they share its manager.
+#: Models that draft for another one and share its manager.
 _DRAFT_TABLE = "_SPECULATIVE_DECODING_MODELS"
 _TRANSFORMERS_TABLE = "_TRANSFORMERS_SUPPORTED_MODELS"
 _OUR_TABLE = "ours"
 
-#: What the kinds are called here, by the spec that base makes for a layer.
+#: The names of the kinds, by the spec that base makes for a layer.
 KIND_OF_SPEC = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "MLA",
@@ -43,26 +42,26 @@ KIND_OF_SPEC = {
 #: Mamba layers that can keep a state in the middle of a step.
 CHECKPOINTS = "Mamba with checkpoints"
 _CHECKPOINTS_ARGUMENT = "num_prefill_checkpoint_blocks"
-#: Kinds that base's managers treat alike.
+#: Kinds that do not make a model hybrid; base's managers treat them alike.
 PLAIN = frozenset({"full", "MLA"})
-#: What gives an attention layer a window, by the layer's class: a call's argument, whatever is
-#: called, since it is often handed on; or only where the layer itself is made.
+#: The argument that gives an attention layer a window, by the class of the layer. It counts in
+#: any call, since it is often handed on, or only in the call of the layer (``Layer.argument``).
 _WINDOW_ARGUMENTS = {
     "Attention": "per_layer_sliding_window",
     "MLAAttention": "MLAAttention.sliding_window",
 }
-#: Methods that make no layers.
+#: Methods that build no layers.
 _WITHOUT_LAYERS = {"forward", "load_weights"}
 
-#: Classes that are not followed, and why.
+#: Classes that are not followed, and the reason.
 NOT_FOLLOWED = {
     "WhisperEncoderLayer": "attends to the audio, with a class that the decoder's layers use, too",
 }
-#: Kinds that the code knows, but no checkpoint of an architecture can ask for; and why.
+#: Kinds that the code has but no checkpoint can select, and the reason.
 NEVER = {
     "R-SWA": "only Unlimited-OCR's configuration has `rswa_window`",
 }
-#: Architectures of which the code does not tell it, and why.
+#: Kinds of architectures whose code does not show them, and the reason.
 EXPLICIT = {
     "UnlimitedOCRForCausalLM": (
         frozenset({"R-SWA"}),
@@ -79,22 +78,22 @@ DIFFUSION = {"DiffusionGemmaForBlockDiffusion"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """A name in base's registry and what its layers can have."""
+    """A name in base's registry and the kinds of KV cache that its layers can have."""
 
     name: str
     kinds: frozenset[str]
-    #: Whether a checkpoint's configuration names the language model inside of it.
+    #: Whether the configuration of a checkpoint names the language model inside of it.
     wraps_any_model: bool = False
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether its layers can have another kind of KV cache than the plain ones."""
+        """Whether a layer can have a kind of KV cache that is not plain."""
         return bool(self.kinds - PLAIN)
 
 
 @cache
 def registered() -> dict[str, tuple[str, str, str]]:
-    """Table, module and class of each architecture in base's registry, and of ours."""
+    """Table, module and class of each architecture in base's registry and of PLaMo 2."""
     from vllm.model_executor.models import registry
 
     source = load(_REGISTRY)
@@ -115,19 +114,19 @@ def all_architectures() -> tuple[Architecture, ...]:
     tables = registered()
     names = sorted(tables, key=lambda name: (name.lower(), name))
     found = tuple(examine(name) for name in names if tables[name][0] != _DRAFT_TABLE)
-    # Hundreds of MiB of syntax trees, which nobody needs any more.
-    for remembered in (_mentions, ancestry, resolve, load):
-        remembered.cache_clear()
+    # Hundreds of MiB of syntax trees, which are not needed any more.
+    for cached in (_mentions, ancestry, resolve, load):
+        cached.cache_clear()
     return found
 
 
 @cache
 def examine(name: str) -> Architecture:
-    """What the layers of one architecture can have.
+    """The kinds of KV cache that the layers of one architecture can have.
 
     Raises:
-        LookupError: where base's source does not have the class, or makes specs of a class
-            that is not listed here.
+        LookupError: if base's source lacks the class, or if a layer makes a spec that
+            `KIND_OF_SPEC` does not list.
     """
     table, module, class_name = registered()[name]
     if name in EXPLICIT:
@@ -136,7 +135,7 @@ def examine(name: str) -> Architecture:
         module = f"vllm.model_executor.models.{module}"
     roots = resolve(module, class_name)
     if not roots:
-        raise LookupError(f"{name}: there is no source of {class_name} in {module}")
+        raise LookupError(f"{name}: {module} has no source of {class_name}")
     reach = _Reach()
     for root in roots:
         _follow(root, reach)
@@ -156,20 +155,20 @@ def examine(name: str) -> Architecture:
 
 @dataclass
 class _Reach:
-    """What is reached from a class."""
+    """What the code of a class leads to."""
 
     seen: set[Found] = field(default_factory=set)
     layers: set[Found] = field(default_factory=set)
-    #: Arguments that any call gives a value.
+    #: Arguments that some call gives a value.
     arguments: set[str] = field(default_factory=set)
-    #: Language models that are built by their name in the registry: which, and whether it may
-    #: be another one, which the checkpoint names.
+    #: Language models that are built by their name in the registry: the names in the code, and
+    #: whether the checkpoint may name another one.
     backbones: set[tuple[frozenset[str], bool]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class _Mentions:
-    """What the code of one definition names."""
+    """The names in the code of one definition."""
 
     names: frozenset[str]
     arguments: frozenset[str]
@@ -199,13 +198,13 @@ def _follow(found: Found, reach: _Reach) -> None:
         if "__init__" in own:
             arguments = _arguments_of_super(own["__init__"])
             if arguments is not None:
-                # The parent's runs as well, without the defaults of what it is given.
+                # The constructor of the parent runs too, without the defaults of these arguments.
                 overridden.discard("__init__")
                 given |= arguments
 
 
 def _names_defined(node: ast.stmt) -> set[str]:
-    """What a statement in the body of a class defines."""
+    """The names that a statement in the body of a class defines."""
     if isinstance(node, Function):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -226,7 +225,7 @@ def _follow_mentions(
 
 @cache
 def _mentions(node: ast.AST, given: frozenset[str]) -> _Mentions:
-    """``given`` are parameters of which the defaults are not taken."""
+    """Collect names; the defaults of the parameters in ``given`` do not count."""
     names: set[str] = set()
     words: set[str] = set()
     arguments: set[str] = set()
@@ -254,7 +253,7 @@ def _mentions(node: ast.AST, given: frozenset[str]) -> _Mentions:
 
 
 def _is_given(value: ast.expr, around: ast.AST) -> bool:
-    """Whether the code itself lists what a value can be."""
+    """Whether the code itself lists the possible values."""
     if isinstance(value, ast.Name):
         values = [
             assignment.value
@@ -267,7 +266,7 @@ def _is_given(value: ast.expr, around: ast.AST) -> bool:
 
 
 def _gives(keyword: ast.keyword, parameters: set[str]) -> bool:
-    """Whether an argument is given a value here: neither None nor what a caller has passed."""
+    """Whether this call gives an argument a value: neither None nor one handed on."""
     value = keyword.value
     if isinstance(value, ast.Constant):
         return value.value is not None
@@ -275,10 +274,10 @@ def _gives(keyword: ast.keyword, parameters: set[str]) -> bool:
 
 
 def _evaluated(node: ast.AST, given: frozenset[str]) -> Iterator[ast.AST]:
-    """All nodes below one that may come to be evaluated.
+    """All nodes below a node that Python may evaluate to build layers.
 
-    Not annotations, types that something is compared with, or defaults of ``given``; nor a
-    class of which only an attribute is taken.
+    Skipped are annotations, the types in ``isinstance``, the defaults of ``given``, and a class
+    of which only an attribute is read.
     """
     yield node
     if isinstance(node, ast.arguments):
@@ -293,7 +292,7 @@ def _evaluated(node: ast.AST, given: frozenset[str]) -> Iterator[ast.AST]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         skipped = [*node.args] if node.func.id in ("isinstance", "issubclass", "super") else []
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        skipped = [node.value]  # something of a class, not the class
+        skipped = [node.value]  # an attribute of a class, not the class
     elif isinstance(node, ast.AnnAssign):
         skipped = [node.annotation]
     elif isinstance(node, Function):
@@ -304,7 +303,7 @@ def _evaluated(node: ast.AST, given: frozenset[str]) -> Iterator[ast.AST]:
 
 
 def _arguments_of_super(init: Function) -> frozenset[str] | None:
-    """What a constructor passes to its parent's by name; None if it does not call it."""
+    """The keyword arguments of ``super().__init__``; None if it is not called."""
     for node in ast.walk(init):
         if (
             isinstance(node, ast.Call)
@@ -321,7 +320,7 @@ def _arguments_of_super(init: Function) -> frozenset[str] | None:
 
 
 def _kinds_of(layer: Found, arguments: set[str]) -> Iterator[str]:
-    """The kinds of the specs that a layer can make, where calls give these ``arguments``."""
+    """The kinds of the specs that a layer can make if calls give it these ``arguments``."""
     has_checkpoints = False
     for ancestor in ancestry(layer):
         method = methods(ancestor).get(_SPEC_METHOD)
@@ -334,13 +333,13 @@ def _kinds_of(layer: Found, arguments: set[str]) -> Iterator[str]:
         specs = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
         unknown = {spec for spec in specs if spec.endswith("Spec")} - KIND_OF_SPEC.keys()
         if unknown:
-            raise LookupError(f"{layer.name} makes {unknown}, which has no name here")
+            raise LookupError(f"{layer.name} makes {unknown}, which `KIND_OF_SPEC` does not list")
         for spec in specs & KIND_OF_SPEC.keys():
             kind = KIND_OF_SPEC[spec]
             needed = _WINDOW_ARGUMENTS.get(ancestor.name)
             if needed is None or "sliding" not in kind or needed in arguments:
                 yield CHECKPOINTS if kind == "Mamba" and has_checkpoints else kind
-        # One that changes its parent's spec has that kind; one that returns None has none.
+        # A method that changes the spec of its parent has its kind; one that returns None, none.
         if specs & KIND_OF_SPEC.keys() or "super" not in specs:
             return
 
@@ -349,9 +348,9 @@ def _kinds_of(layer: Found, arguments: set[str]) -> Iterator[str]:
 
 
 def _has_windows_in_transformers(name: str) -> bool:
-    """Whether the configuration of a model that runs on transformers' code knows of windows.
+    """Whether the configuration of a model that runs on transformers' code has windows.
 
-    Base's code for such models takes whatever ``layer_types`` the configuration has.
+    Base's code for such models accepts any ``layer_types`` of the configuration.
     """
     from transformers.models.auto import modeling_auto
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What base's own tests read of base's manager, answered from the fork's tables.
+"""Read-only views of the hybrid manager, in the shape of base's manager.
 
-Read-only, for `base_tests_plugin.py`: nothing of the package uses it. Names are those that base's
-tests ask for. Whoever looks is counted, so that a test that needed a view can be told from others.
+Base's own tests read these attributes, so the names are base's. Only `plugin` installs the views.
+Each access is recorded, which shows the tests that needed a view.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +12,14 @@ from typing import Any
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.kv_cache_manager import KVCacheManager
 
-#: Names that were asked for since the list was last cleared.
+#: Names that were read since the list was last cleared.
 looked_at: list[str] = []
 
 _NULL = SimpleNamespace(block_id=0, is_null=True, ref_cnt=0, block_hash=None, _block_hash=None)
 
 
 def show(manager: KVCacheManager) -> None:
-    """Give a manager's coordinator one view per KV cache group."""
+    """Replace the type managers of a coordinator by one view per KV cache group."""
     coordinator = manager.coordinator
     views: Any = tuple(
         GroupView(coordinator, of_type, of_type.attention_type.group_ids.index(group_id))
@@ -29,7 +29,7 @@ def show(manager: KVCacheManager) -> None:
 
 
 class GroupView:
-    """A type's manager as that of one of its groups."""
+    """The manager of an attention type, seen as the manager of one of its groups."""
 
     def __init__(self, coordinator: Any, manager: Any, place: int) -> None:
         self._coordinator, self._manager, self._place = coordinator, manager, place
@@ -54,7 +54,7 @@ class GroupView:
 
 
 class RequestsView(Mapping[str, list[Any]]):
-    """Of one group: the blocks that each request holds now."""
+    """The blocks of one group that each request holds now."""
 
     def __init__(self, coordinator: Any, type_id: int, place: int) -> None:
         self._coordinator, self._type_id, self._place = coordinator, type_id, place
@@ -71,7 +71,7 @@ class RequestsView(Mapping[str, list[Any]]):
 
 
 class BlockView:
-    """One physical block of a logical one. It stays what it was once the block was given away."""
+    """One physical block of a grouped block; its id stays after the grouped block is freed."""
 
     is_null = False
 
@@ -96,12 +96,12 @@ class BlockView:
         try:
             return getattr(self._block, name)
         except ValueError:
-            # Nobody references it, and it is not cached any more.
+            # The block is neither referenced nor cached any more.
             return None
 
 
 class BlocksView(Sequence[Any]):
-    """Of a pool: all physical blocks, by id."""
+    """All physical blocks of a pool, by id."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -113,7 +113,7 @@ class BlocksView(Sequence[Any]):
         return list(self)[block_id]
 
     def __iter__(self) -> Iterator[Any]:
-        # The fork has no object for a blank id.
+        # The hybrid manager has no object for a blank id.
         views: list[Any] = [
             SimpleNamespace(block_id=i, is_null=False, ref_cnt=0, block_hash=None)
             for i in range(len(self))
@@ -136,7 +136,7 @@ def _cached(pool: BlockPool) -> list[Any]:
 
 
 class QueueView:
-    """Of a pool: how many blocks are free. They are in no single queue."""
+    """The number of free blocks of a pool, which has no single free queue."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

@@ -4,8 +4,9 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from pathlib import Path
 
-from compatibility_tables.architectures import (
+from tools.compatibility.architectures import (
     CHECKPOINTS,
     DIFFUSION,
     EXPLICIT,
@@ -15,14 +16,16 @@ from compatibility_tables.architectures import (
     Architecture,
     all_architectures,
 )
-from compatibility_tables.facts import facts_of_kinds, reason_for_base
-from compatibility_tables.features import FACTORY_TEST, FEATURES, SECTIONS
+from tools.compatibility.facts import facts_of_kinds, reason_for_base
+from tools.compatibility.features import FACTORY_TEST, FEATURES, SECTIONS
 from vllm.v1.core.hybrid.plamo2 import PLAMO2
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 _ENGINE = "tests/v1/e2e/test_token_equality.py::"
 CONTENT_TEST = "tests/v1/core/hybrid/test_architectures.py::test_content"
 
-#: Of each tiny checkpoint its architecture, and the test that runs it on the real engine.
+#: The architecture of each tiny checkpoint, and the test that runs it on the real engine.
 ENGINE_TESTS = {
     "tiny-gemma3": ("Gemma3ForCausalLM", _ENGINE + "test_prefix_cache"),
     "tiny-gemma3-images": (
@@ -42,7 +45,7 @@ ENGINE_TESTS = {
     "tiny-plamo2": (PLAMO2, "tests/v1/e2e/test_plamo2.py::test_states_from_the_prefix_cache"),
 }
 _AND_OTHERS = ", and those of its language model"
-#: Kinds that `CONTENT_TEST` has a model of.
+#: Kinds of KV cache that `CONTENT_TEST` can simulate.
 WITH_CONTENT = {"full", "MLA", "sliding", "sliding MLA", "chunked", "Mamba", CHECKPOINTS, "cross"}
 
 
@@ -51,7 +54,7 @@ WITH_CONTENT = {"full", "MLA", "sliding", "sliding MLA", "chunked", "Mamba", CHE
 
 @cache
 def served_together(kinds: frozenset[str], caching: bool) -> tuple[frozenset[str], ...]:
-    """The largest sets of an architecture's kinds that the fork serves in one model."""
+    """The largest sets of an architecture's kinds that the hybrid manager serves in one model."""
 
     def is_served(some: frozenset[str]) -> bool:
         return bool(some - PLAIN) and reason_for_base(facts_of_kinds(some, caching)) is None
@@ -61,13 +64,13 @@ def served_together(kinds: frozenset[str], caching: bool) -> tuple[frozenset[str
     )
     if is_served(alone):
         return (alone,)
-    # Two of them exclude each other.
+    # Two of the kinds exclude each other.
     fewer = [alone - {kind} for kind in sorted(alone)]
     return tuple(some for some in fewer if is_served(some))
 
 
 def reason(architecture: Architecture, caching: bool) -> str | None:
-    """Why a model is base's in which layers have all of the kinds; None if it is the fork's."""
+    """Why base serves a model that has all of the kinds; None if the hybrid manager does."""
     is_diffusion = architecture.name in DIFFUSION
     return _reason(architecture.kinds, caching, is_diffusion)
 
@@ -78,25 +81,26 @@ def _reason(kinds: frozenset[str], caching: bool, is_diffusion: bool) -> str | N
 
 
 def managed_by(architecture: Architecture, caching: bool) -> str:
+    """``"hybrid"``, or base with the reason and, if base serves only some models, which."""
     why = reason(architecture, caching)
     if why is None:
-        return "fork"
+        return "hybrid"
     served = served_together(architecture.kinds, caching)
     if architecture.name in DIFFUSION or not served:
         return f"base: {why}"
     others = sorted(architecture.kinds.difference(*served), key=str.lower)
     if not others:
-        return f"base with all of these kinds in one model ({why}); else fork"
-    return f"base with layers of these kinds: {', '.join(others)} ({why}); else fork"
+        return f"base with all of these kinds in one model ({why}); else hybrid"
+    return f"base with layers of these kinds: {', '.join(others)} ({why}); else hybrid"
 
 
 def kinds_with_content(page: str) -> list[frozenset[str]]:
-    """The different sets of kinds in a page's table of architectures of which the fork serves
-    some, with prefix caching on or off.
+    """The distinct sets of kinds in a page's table of architectures that the hybrid manager serves,
+    in whole or in part, with prefix caching on or off.
     """
     table = page.partition("<!-- generated: architectures -->")[2].partition("<!-- end -->")[0]
     rows = re.findall(r"^\| `\w+` \| (.*?) \| (.*?) \|", table, flags=re.MULTILINE)
-    served = {kinds.removesuffix(_AND_OTHERS) for kinds, by in rows if re.search(r"\bfork\b", by)}
+    served = {kinds.removesuffix(_AND_OTHERS) for kinds, by in rows if re.search(r"\bhybrid\b", by)}
     return sorted({frozenset(kinds.split(", ")) for kinds in served}, key=sorted)
 
 
@@ -110,7 +114,7 @@ def feature_tables() -> str:
         for feature in FEATURES:
             if feature.section == section:
                 why = reason_for_base(feature.facts())
-                by = "fork" if why is None else f"base: {why}"
+                by = "hybrid" if why is None else f"base: {why}"
                 rows.append((feature.name, by, _link(feature.test)))
         parts.append(f"### {section}\n\n{_table(('', 'managed by', 'shown by'), rows)}")
     return "\n\n".join(parts)
@@ -151,16 +155,18 @@ def counts() -> str:
     hybrid = sum(a.is_hybrid for a in everything)
     wrap = sum(a.wraps_any_model and not a.is_hybrid for a in everything)
     return (
-        f"Of the {len(everything)} architectures, {hybrid} are hybrid, {wrap} take any "
-        f"language model, and in {len(everything) - hybrid - wrap} all layers with a KV cache "
-        "have full attention or MLA, or none has any."
+        f"The registry has {len(everything)} architectures: {hybrid} are hybrid, {wrap} take any "
+        f"language model, and in {len(everything) - hybrid - wrap} every layer with a KV cache "
+        "has full attention or MLA, or no layer has one."
     )
 
 
 def exceptions() -> str:
-    """What a reader of the code must be told."""
+    """What a reader of base's code cannot see there."""
     lines = [f"- `{name}` is not followed: it {why}." for name, why in NOT_FOLLOWED.items()]
-    lines += [f"- {kind} is left out where code mentions it: {why}." for kind, why in NEVER.items()]
+    lines += [
+        f"- {kind} is left out despite being in the code: {why}." for kind, why in NEVER.items()
+    ]
     lines += [
         f"- `{name}` ({', '.join(sorted(kinds))}): {why}."
         for name, (kinds, why) in EXPLICIT.items()
@@ -179,7 +185,7 @@ def _code(names: Iterable[str]) -> str:
 
 
 def _link(test: str) -> str:
-    """Tests are named by file and function, which is enough to find and to run them."""
+    """The file and function of a test, or that only the factory's choice is tested."""
     return "the factory's choice" if test == FACTORY_TEST else f"`{test.removeprefix('tests/')}`"
 
 
@@ -193,16 +199,16 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def fill(page: str) -> str:
-    """A page with its generated parts made anew; the rest is written by hand.
+    """A page with its generated parts regenerated; the rest is written by hand.
 
     A part lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 
     Raises:
-        ValueError: if a part is missing, or is named twice or wrongly.
+        ValueError: if a part is missing, unknown or there twice.
     """
     found = re.findall(r"<!-- generated: (\w+) -->", page)
     if sorted(found) != sorted(PARTS):
-        raise ValueError(f"the page has the parts {found}, it must have {sorted(PARTS)}, each once")
+        raise ValueError(f"the parts of the page must be {sorted(PARTS)}, each once, got {found}")
     return re.sub(
         r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)",
         lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n\n{match[3]}",
