@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Native block hashes are base's, for every algorithm and kind of request."""
 
+import gc
 import hashlib
 import sys
 import threading
@@ -339,6 +340,38 @@ def test_sha256_without_special_instructions() -> None:
     for length in (*range(200), 1000, 4096):
         message = bytes(i * 7 % 251 for i in range(length))
         assert sha256_portable(message) == hashlib.sha256(message).digest()
+
+
+def test_a_finalizer_that_empties_the_list_of_tokens_does_no_harm() -> None:
+    """It runs in a garbage collection, which the creation of the list of hashes can start."""
+    tokens = list(range(64))
+    expected = hash_blocks(tokens=tokens)
+    hasher = BlockHasher("sha256", 2)
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            tokens.clear()
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        Garbage()
+        # More than Python keeps for reuse: a list made of a kept one starts no collection.
+        lists: list[list[int]] = [[] for _ in range(200)]
+        gc.set_threshold(1)
+        gc.enable()
+        hashes = hasher.hash_blocks(b"p", tokens, 0, NO_KEYS)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+    assert hashes == expected
+    assert len(hashes) == 32
+    assert tokens == [], "the finalizer ran"
+    assert len(lists) == 200
 
 
 @pytest.mark.parametrize(
