@@ -33,7 +33,9 @@ STATES = "managers/mamba.py"
 WINDOW = "managers/sliding_window.py"
 COORDINATOR = "coordinators/base.py"
 HYBRID = "coordinators/hybrid.py"
-ENCODER = "coordinators/encoder_decoder.py"
+ENCODER = "managers/cross_attention.py"
+ADMISSION = "admission.py"
+GATES = "gates.py"
 BLOCKS = "kv_cache_blocks.py"
 NATIVE_POOL = "csrc/pool/block_pool.cpp"
 NATIVE_SEARCH = "csrc/pool/block_pool.h"
@@ -46,9 +48,9 @@ NATIVE_GATE = "csrc/python/step_gate.cpp"
 MUTANTS = (
     Mutant(
         "free a block while steps in flight still read it",
-        MANAGER,
-        "num_processed = num_computed - request.num_in_flight_tokens",
-        "num_processed = num_computed",
+        COORDINATOR,
+        "computed_end - request.num_in_flight_tokens",
+        "computed_end",
     ),
     Mutant(
         "free a block one token early",
@@ -135,28 +137,35 @@ MUTANTS = (
         "or len(self._to_verify) <= 9",
     ),
     Mutant(
-        "blocks are not kept back for the encoder while others allocate",
-        ENCODER,
-        "num_kept += self._num_encoder_ids_needed(blocks, num_encoder_tokens)",
-        "pass",
+        "blocks are not kept back for the other types while one allocates",
+        NATIVE_REQUEST,
+        "i < tables_.size(); ++i) {\n    const NewBlocks added = new_blocks(targets[i], tables_[i]->size());",
+        "i < 1 && i < tables_.size(); ++i) {\n"
+        "    const NewBlocks added = new_blocks(targets[i], tables_[i]->size());",
     ),
     Mutant(
         "an encoder gets slots for as many tokens as the decoder",
         ENCODER,
-        "self.block_pool.allocate(self._encoder_tables(blocks), num_encoder_tokens)",
-        "self.block_pool.allocate(self._encoder_tables(blocks), num_tokens)",
+        "-(-step.num_encoder_tokens // self.block_size)",
+        "-(-(step.num_encoder_tokens and step.slots_end) // self.block_size)",
     ),
     Mutant(
         "an encoder's blocks grow with the request",
         ENCODER,
-        "tuple(tables[m.type_id] for m in self._growing)",
-        "tables",
+        "-(-step.num_encoder_tokens // self.block_size)",
+        "-(-max(step.num_encoder_tokens, step.slots_end) // self.block_size)",
+    ),
+    Mutant(
+        "an encoder's slots are not due in the step that brings them",
+        MANAGER,
+        "step.slots_end >= blocks.next_slots or step.num_encoder_tokens:",
+        "step.slots_end >= blocks.next_slots:",
     ),
     Mutant(
         "admission does not count the encoder",
-        ENCODER,
-        "return num_needed + self._num_encoder_ids_needed(blocks, num_encoder_tokens)",
-        "return num_needed",
+        ADMISSION,
+        "coordinator.peak_targets(whole)",
+        "coordinator.peak_targets(whole._replace(num_encoder_tokens=0))",
     ),
     Mutant(
         "no token is left to compute",
@@ -263,21 +272,21 @@ MUTANTS = (
     ),
     Mutant(
         "hits that are evictable are not counted in admission",
-        MANAGER,
+        ADMISSION,
         "num_evictable = pool.count_evictable_ids(hits, num_skipped)",
         "num_evictable = 0",
     ),
     Mutant(
         "admission counts a window as if it kept everything",
-        MANAGER,
-        "num_states=states, recycled=True)",
-        "num_states=states, recycled=False)",
+        ADMISSION,
+        "coordinator.peak_targets(whole)",
+        "coordinator.targets(whole)",
     ),
     Mutant(
         "the watermark is ignored",
         MANAGER,
-        "            num_kept += self.watermark_blocks\n",
-        "            num_kept += 0\n",
+        "self.watermark_blocks if is_newcomer and has_scheduled_reqs else 0",
+        "0",
     ),
     Mutant(
         "a block that is not full is cached",
@@ -289,8 +298,8 @@ MUTANTS = (
     Mutant(
         "tokens that are not final are cached",
         MANAGER,
-        "            num_final = min(num_final, request.num_tokens)\n",
-        "",
+        "num_tokens if num_tokens < step_end else step_end,",
+        "step_end,",
     ),
     Mutant(
         "a block is cached under its neighbour's hash",
@@ -331,7 +340,7 @@ MUTANTS = (
     Mutant(
         "a resumed request keeps its old wake-up time",
         MANAGER,
-        "        self._next_event.pop(request.request_id, None)\n        self.coordinator.free(",
+        "        self._gates.wake(request.request_id)\n        self.coordinator.free(",
         "        self.coordinator.free(",
     ),
     Mutant(
@@ -396,21 +405,21 @@ MUTANTS = (
     ),
     Mutant(
         "the window of a prompt's last token is given up where the whole prompt is loaded",
-        MANAGER,
-        "num_read_from = min(num_computed, request.num_tokens - 1)",
-        "num_read_from = num_computed",
+        ADMISSION,
+        "resume_at = min(step.computed_end, request.num_tokens - 1)",
+        "resume_at = step.computed_end",
     ),
     Mutant(
         "what a load leaves out of a window is released for the token after the prompt",
         MANAGER,
-        "        if num_new_tokens:\n",
-        "        if num_computed:\n",
+        "        if step.step_end > step.computed_end:\n",
+        "        if step.computed_end:\n",
     ),
     Mutant(
         "blocks are cached while they are loaded",
         MANAGER,
         "        if delay_cache_blocks:",
-        "        if not num_new_tokens and num_computed < 0:",
+        "        if delay_cache_blocks and step.step_end < 0:",
     ),
     Mutant(
         "blocks are zeroed while they are loaded",
@@ -421,13 +430,25 @@ MUTANTS = (
     Mutant(
         "tokens that are loaded get no slots",
         MANAGER,
-        "min(num_hit + num_external_computed_tokens, self.max_model_len)",
-        "min(num_hit + min(num_external_computed_tokens, 1), self.max_model_len)",
+        "min(hit_end + num_external_computed_tokens, self.max_model_len)",
+        "min(hit_end + min(num_external_computed_tokens, 1), self.max_model_len)",
     ),
     Mutant(
         "a connector sees the first group's blocks in all groups of a type",
         BLOCKS,
         "(ids[type_id][place], hashes[type_id])",
         "(ids[type_id][0], hashes[type_id])",
+    ),
+    Mutant(
+        "a request sleeps a token too long",
+        GATES,
+        "self._next_events[request_id] = num_tokens",
+        "self._next_events[request_id] = num_tokens + 1",
+    ),
+    Mutant(
+        "a session's next input does not wake its request",
+        MANAGER,
+        "            self._gates.wake(request.request_id)\n",
+        "",
     ),
 )

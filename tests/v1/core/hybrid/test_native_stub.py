@@ -42,7 +42,7 @@ def native_arguments(signature: str, defaults: tuple[object, ...]) -> list[tuple
     node = ast.parse(f"{signature.replace(chr(92), '')}: ...").body[0]
     assert isinstance(node, ast.FunctionDef)
     return [
-        (name, index if index is NO_DEFAULT else defaults[index])
+        (name, defaults[index] if isinstance(index, int) else index)
         for name, index in stub_arguments(node)
     ]
 
