@@ -29,9 +29,10 @@ def plugin_state_restored() -> Iterator[None]:
 
 @contextmanager
 def collected_log(level: int = logging.INFO) -> Iterator[list[logging.LogRecord]]:
-    """The fork's log records. vLLM's loggers do not pass them on to pytest's."""
+    """The package's log records. vLLM's loggers do not pass them on to pytest's."""
     records: list[logging.LogRecord] = []
-    handler = _Collector(records)
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]
     logger = logging.getLogger("vllm.v1.core.hybrid")
     before = logger.level
     logger.addHandler(handler)
@@ -41,12 +42,3 @@ def collected_log(level: int = logging.INFO) -> Iterator[list[logging.LogRecord]
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-
-
-class _Collector(logging.Handler):
-    def __init__(self, records: list[logging.LogRecord]) -> None:
-        super().__init__()
-        self._records = records
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
