@@ -11,8 +11,8 @@ class BaseWithStates(KVCacheManager):
     """Base's manager, but a state counts as written in this step only in the step that writes it.
 
     While a request still holds the state at the end of its prompt, base enters it in the prefix
-    cache again in each step, and each time has whoever hits it wait for another step. Where blocks
-    are as long as a hash, as in all models that the fork takes over, nothing else is done there.
+    cache again in each step, and each time whoever hits it waits for another step. Where blocks are
+    as long as a hash, as in all models that the hybrid manager serves, nothing else is done there.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compact descriptions of KV cache configurations, and hypothesis strategies over them.
+"""Attention kinds, and the KV cache configurations of made-up models that consist of them.
 
-A `KVSetup` is plain data whose ``repr`` is valid Python, so that a failing random
-case can be pasted into a regression test.
+Both judges use them: the kinds say what a model's layers read and write, and how many blocks
+they take. All are plain data whose ``repr`` is valid Python, so that a failing random case can
+be pasted into a regression test.
 """
 
 import math
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from hypothesis import strategies as st
 
+from support.short_repr import ShortRepr
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -22,39 +26,60 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
+#: Tokens of the longest input to an encoder.
+MAX_ENCODER_LENGTH = 100
+#: Layers of the drafter have names that begin with it.
+DRAFT_LAYER = "draft."
 
-@dataclass(frozen=True)
-class AttentionKind:
-    """One attention type: ``groups`` KV cache groups with the same spec.
+#: A position in a sequence, or one for each of several requests.
+Positions = TypeVar("Positions", int, np.ndarray)
 
-    ``variant`` makes otherwise equal specs different, as layers of another head
-    size do. ``dtype`` other than the rest of the model's makes base record new
-    blocks for zeroing. ``draft`` marks the groups as a drafter's, and ``retained`` tokens
-    stay before a window for one that prefills again.
+
+@dataclass(frozen=True, repr=False)
+class AttentionKind(ShortRepr):
+    """One attention type: ``num_groups`` KV cache groups with the same spec.
+
+    ``first_read``, ``state_column`` and ``first_column`` take integers and numpy arrays.
     """
 
     kind: str  # "full", "mla", "sliding", "chunked", "cross" or "mamba"
-    block_size: int
-    groups: int = 1
-    window: int | None = None  # of chunked local attention, the chunk
+    block_size: int = 16
+    num_groups: int = 1
+    #: The window in tokens; the chunk for chunked local attention.
+    window: int | None = None
+    #: Makes otherwise equal specs different, as layers of another head size do.
     variant: int = 0
+    #: With two types in a model, base records new blocks for zeroing.
     dtype: str = "bfloat16"
-    checkpoints: bool = False  # of Mamba, whether states in the middle of a step are kept
+    #: Whether the groups have layers of a drafter, too.
     draft: bool = False
+    #: Tokens kept before the window, for a drafter that computes the last ones again.
     retained: int = 0
+    #: Mamba: with prefix caching "align" and the block size of attention, without it "none" and
+    #: a block for the whole sequence.
+    mode: str = "align"
+    #: Mamba: a step also writes the state at the last block boundary that it passes, if that is a
+    #: multiple of so many tokens from its beginning.
+    checkpoint_alignment: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self._changes(num_skipped=1)})"
 
     def spec(self) -> KVCacheSpec:
-        if self.kind == "mamba":
+        if self.holds_states:
             return MambaSpec(
                 block_size=self.block_size,
                 shapes=((1 + self.variant, 64),),
                 dtypes=(torch.float32,),
-                mamba_cache_mode="align",
-                num_prefill_checkpoint_blocks=int(self.checkpoints),
-                prefill_checkpoint_alignment=1 if self.checkpoints else None,
+                mamba_cache_mode=self.mode,
+                num_prefill_checkpoint_blocks=int(self.checkpoint_alignment is not None),
+                prefill_checkpoint_alignment=self.checkpoint_alignment,
             )
         shape: dict[str, Any] = dict(
             block_size=self.block_size,
@@ -62,19 +87,20 @@ class AttentionKind:
             head_size=64 * (1 + self.variant),
             dtype=getattr(torch, self.dtype),
         )
-        if self.kind == "full":
-            return FullAttentionSpec(**shape)
-        if self.kind == "mla":
-            return MLAAttentionSpec(**shape)
-        if self.kind == "cross":
-            return CrossAttentionSpec(**shape)
-        assert self.window is not None
-        if self.kind == "chunked":
-            return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
-        assert self.kind == "sliding"
-        return SlidingWindowSpec(
-            **shape, sliding_window=self.window, extra_retained_tokens=self.retained
-        )
+        match self.kind:
+            case "full":
+                return FullAttentionSpec(**shape)
+            case "mla":
+                return MLAAttentionSpec(**shape)
+            case "cross":
+                return CrossAttentionSpec(**shape)
+            case "chunked":
+                return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
+            case "sliding":
+                return SlidingWindowSpec(
+                    **shape, sliding_window=self.window, extra_retained_tokens=self.retained
+                )
+        raise ValueError(f"unknown kind {self.kind!r}")
 
     @property
     def holds_states(self) -> bool:
@@ -82,57 +108,216 @@ class AttentionKind:
         return self.kind == "mamba"
 
     @property
-    def reads_all(self) -> bool:
-        """Whether a token attends to all before it."""
-        return self.window is None and not self.of_encoder and not self.holds_states
-
-    @property
     def of_encoder(self) -> bool:
         """Whether slots are for an encoder's tokens, all of which each token attends to."""
         return self.kind == "cross"
 
-    def first_read(self, position: int) -> int:
-        """The first position that a token at ``position`` attends to, or whose state it reads."""
+    @property
+    def reads_all(self) -> bool:
+        """Whether a token attends to all before it."""
+        return self.window is None and not self.of_encoder and not self.holds_states
+
+    def first_read(self, position: Positions) -> Positions:
+        """The first position that a token at ``position`` attends to, or whose state it reads.
+
+        A step reads from that of its first token on. The content of a position does not depend
+        on who reads it, so this is all that there is to know.
+        """
         if self.holds_states:
-            return max(0, position - 1)
+            return (position > 0) * (position - 1)
         if self.window is None:
-            return 0
+            return position * 0
         if self.kind == "chunked":
             return position // self.window * self.window
-        return max(0, position - self.window + 1)
+        return (position >= self.window) * (position - self.window + 1)
+
+    def state_column(self, num_tokens: Positions) -> Positions:
+        """The index of the block with the state after so many tokens, -1 for none.
+
+        Base's runner starts from the state of the last computed token, and leaves the new one in
+        the block of the step's last token. See ``mamba_get_block_table_tensor`` and
+        ``preprocess_mamba`` in base 0.32.
+        """
+        if self.mode == "none":
+            return (num_tokens > 0) * 1 - 1
+        return (num_tokens - 1) // self.block_size
+
+    def first_column(self, start: Positions, end: Positions) -> Positions:
+        """The lowest column of its block table that a step over ``[start, end)`` uses.
+
+        Columns between the state read and the one written are null and need no care.
+        """
+        if self.holds_states:
+            return self.state_column(start + (start == 0) * end)
+        return self.first_read(start) // self.block_size
+
+    def checkpoints(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each request, after how many tokens a step writes a second state (0: it does not),
+        and the column where.
+        """
+        offsets, columns = compute_mamba_prefill_checkpoints(
+            ends.tolist(),
+            (ends - starts).tolist(),
+            hash_block_size=self.block_size,
+            mamba_block_size=self.block_size,
+            checkpoint_alignment=self.checkpoint_alignment,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=self.block_size,
+        )
+        positions = np.array(offsets)
+        return np.where(positions > 0, starts + positions, 0), np.array(columns)
+
+    def table_width(self, max_model_len: int) -> int:
+        """Blocks in the block table of the longest sequence."""
+        if self.holds_states and self.mode == "none":
+            return 1
+        longest = MAX_ENCODER_LENGTH if self.of_encoder else max_model_len
+        return -(-longest // self.block_size)
+
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """Blocks that one group holds at most for one request."""
+        width = self.table_width(max_model_len)
+        if self.holds_states:
+            # The state read, and one or two for each block that steps in flight end in.
+            in_flight = -(-max_in_flight_tokens // self.block_size)
+            return min(width, 2 + (1 + (self.checkpoint_alignment is not None)) * in_flight)
+        if self.window is None:
+            return width
+        return self.spec().max_admission_blocks_per_request(  # type: ignore[attr-defined]
+            max_in_flight_tokens, max_model_len
+        )
 
 
-def full(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("full", block_size, groups, **kwargs)
+def full(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("full", block_size, num_groups, **kwargs)
 
 
-def mla(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mla", block_size, groups, **kwargs)
+def mla(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("mla", block_size, num_groups, **kwargs)
 
 
-def sliding(window: int, block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("sliding", block_size, groups, window=window, **kwargs)
+def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("sliding", block_size, num_groups, window, **kwargs)
 
 
-def chunked(chunk: int, block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("chunked", block_size, groups, window=chunk, **kwargs)
+def chunked(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("chunked", block_size, num_groups, window, **kwargs)
 
 
-def mamba(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mamba", block_size, groups, **kwargs)
+def mamba(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("mamba", block_size, num_groups, **kwargs)
 
 
-def cross(block_size: int, groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("cross", block_size, groups, **kwargs)
+def cross(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
+    return AttentionKind("cross", block_size, num_groups, **kwargs)
 
 
-@dataclass(frozen=True)
-class KVSetup:
+def kind_of(spec: KVCacheSpec) -> AttentionKind:
+    """What a KV cache spec of base means to a worker: what layers read and write, and where.
+
+    Raises:
+        NotImplementedError: for specs with another meaning of a slot (compressed MLA, windows
+            that rebuild themselves after a hit) and for states of draft tokens.
+    """
+    size = spec.block_size
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        kinds = {kind_of(layer) for layer in spec.kv_cache_specs.values()}
+        if len(kinds) == 1:
+            return kinds.pop()
+    elif isinstance(spec, MambaSpec):
+        mode = spec.mamba_cache_mode
+        if mode in ("none", "align") and not spec.num_speculative_blocks:
+            aligned = mode == "align"
+            alignment = spec.prefill_checkpoint_alignment if aligned else None
+            return mamba(size, mode=mode, checkpoint_alignment=alignment)
+    elif isinstance(spec, SlidingWindowSpec):
+        # Its MLA variant may rebuild its window after a hit, and so read what it has not written.
+        if not (isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay):
+            return sliding(spec.sliding_window, size)
+    elif isinstance(spec, CrossAttentionSpec):
+        return cross(size)
+    elif isinstance(spec, ChunkedLocalAttentionSpec):
+        return chunked(spec.attention_chunk_size, size)
+    elif isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
+        compressed = isinstance(spec, MLAAttentionSpec) and spec.tokens_per_state != 1
+        if not compressed:
+            # With base's hybrid manager disabled, windows and chunks are kept as full.
+            if spec.sliding_window is not None:
+                return sliding(spec.sliding_window, size)
+            if spec.attention_chunk_size is not None:
+                return chunked(spec.attention_chunk_size, size)
+            return full(size)
+    raise NotImplementedError(f"no read rule for {type(spec).__name__}")
+
+
+def blocks_for(kinds: Sequence[AttentionKind], num_tokens: int) -> int:
+    """Physical blocks that ``num_tokens`` of one request take when none is skipped."""
+    return sum(kind.num_groups * math.ceil(num_tokens / kind.block_size) for kind in kinds)
+
+
+def smallest_pool(
+    kinds: Sequence[AttentionKind], max_model_len: int, max_in_flight_tokens: int
+) -> int:
+    """Blocks with which one request of the greatest length just fits, null block included."""
+    return 1 + sum(
+        kind.num_groups * kind.max_blocks(max_model_len, max_in_flight_tokens) for kind in kinds
+    )
+
+
+def make_kv_cache_config(
+    kinds: Sequence[AttentionKind],
+    num_blocks: int,
+    retention_interval: int | None = None,
+    *,
+    layout: Sequence[int] | None = None,
+    shuffle_groups: int | None = None,
+    flag_drafts: bool = False,
+) -> KVCacheConfig:
+    """The KV cache config of a model with these attention types.
+
+    Args:
+        kinds: The types, with their numbers of groups.
+        num_blocks: Physical blocks, the null block included.
+        retention_interval: Which sparse types' blocks stay cached; see base's option.
+        layout: The kind (index into ``kinds``) of each group in turn; None puts each kind's
+            groups side by side.
+        shuffle_groups: A seed to mix the groups of all types; None keeps their order.
+        flag_drafts: Whether the config says which groups have draft layers, as base's does
+            where it can tell.
+    """
+    groups = groups_of(kinds, layout)
+    if shuffle_groups is not None:
+        random.Random(shuffle_groups).shuffle(groups)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec(
+                layer_names=[f"layer.{i}"] + [f"{DRAFT_LAYER}{i}"] * kind.draft,
+                kv_cache_spec=kind.spec(),
+                is_eagle_group=flag_drafts and kind.draft,
+            )
+            for i, kind in enumerate(groups)
+        ],
+        prefix_cache_retention_interval=retention_interval,
+    )
+
+
+def groups_of(
+    kinds: Sequence[AttentionKind], layout: Sequence[int] | None = None
+) -> list[AttentionKind]:
+    """The attention kind of each KV cache group."""
+    if layout is None:
+        return [kind for kind in kinds for _ in range(kind.num_groups)]
+    return [kinds[i] for i in layout]
+
+
+@dataclass(frozen=True, repr=False)
+class KVSetup(ShortRepr):
     """A model's KV cache and the scheduler's settings that its manager sees.
 
-    ``layout`` names the attention kind (index into ``kinds``) of each KV cache
-    group in turn; None puts each kind's groups side by side. ``max_chunk`` tokens
-    of a request are scheduled in a step, in at most ``max_steps`` steps at once.
+    ``layout`` is that of `make_kv_cache_config`. ``max_chunk`` tokens of a request are
+    scheduled in a step, in at most ``max_steps`` steps at once.
 
     With speculative decoding a step verifies ``num_drafts`` tokens of a request, and has
     ``num_lookahead`` slots beyond. A drafter with ``use_eagle`` reads ``prefill_lookahead``
@@ -158,11 +343,9 @@ class KVSetup:
     prefill_lookahead: int = 0
 
     @property
-    def groups(self) -> tuple[AttentionKind, ...]:
+    def groups(self) -> list[AttentionKind]:
         """The attention kind of each KV cache group."""
-        if self.layout is None:
-            return tuple(kind for kind in self.kinds for _ in range(kind.groups))
-        return tuple(self.kinds[i] for i in self.layout)
+        return groups_of(self.kinds, self.layout)
 
     @property
     def scheduler_block_size(self) -> int:
@@ -181,9 +364,9 @@ class KVSetup:
 
     @property
     def publishes_parts_of_blocks(self) -> bool:
-        """Whether base's events would tell of the end of a prompt inside a larger block.
+        """Whether base's events would report the end of a prompt inside a larger block.
 
-        Ours refuses events then, and leaves such engines to base.
+        The hybrid manager refuses events then, and the plugin leaves such engines to base.
         """
         return self.caching and any(
             kind.reads_all and kind.block_size > self.resolved_hash_block_size
@@ -191,14 +374,8 @@ class KVSetup:
         )
 
     def kv_cache_config(self) -> KVCacheConfig:
-        return KVCacheConfig(
-            num_blocks=self.num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec([f"layer.{i}"], kind.spec(), is_eagle_group=kind.draft)
-                for i, kind in enumerate(self.groups)
-            ],
-            prefix_cache_retention_interval=self.retention,
+        return make_kv_cache_config(
+            self.kinds, self.num_blocks, self.retention, layout=self.layout, flag_drafts=True
         )
 
     def build(self, manager_class: Callable[..., Any], **kwargs: Any) -> Any:
@@ -221,126 +398,3 @@ class KVSetup:
             enable_mamba_shared_prefix_checkpoint=False,
         )
         return manager_class(**(arguments | kwargs))
-
-
-def blocks_for(kinds: Sequence[AttentionKind], num_tokens: int) -> int:
-    """Physical blocks that ``num_tokens`` of one request take when none is skipped."""
-    return sum(kind.groups * math.ceil(num_tokens / kind.block_size) for kind in kinds)
-
-
-# --------------------------------------------------------------------------------------
-# Strategies. Every draw starts from its simplest value, so that a failing case shrinks
-# to few kinds, few groups, equal block sizes and an ample pool.
-
-
-def group_counts() -> st.SearchStrategy[int]:
-    return st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 5), st.integers(6, 40))
-
-
-@st.composite
-def attention_kinds(
-    draw: st.DrawFn, max_kinds: int = 6, states: bool = False
-) -> tuple[AttentionKind, ...]:
-    """1 to 6 distinct attention types with 46 groups at most, few most often.
-
-    With ``states`` one of them is Mamba, with the block size of all.
-    """
-    num_kinds = draw(st.one_of(st.integers(1, 2), st.integers(1, 3), st.integers(1, max_kinds)))
-    unit = draw(st.sampled_from([4, 2, 8, 16, 4, 8, 16, 1]))
-    multiples = draw(st.sampled_from([(1,), (1,), (1, 2), (1, 2, 4), (1, 3), (2, 3)]))
-    if states:
-        multiples = (1,)
-    mixed_dtypes = draw(st.integers(0, 9)) == 9
-    kinds: list[AttentionKind] = []
-    groups_left = 46
-    for i in range(num_kinds):
-        # Groups yet to come take one each at least.
-        groups = min(draw(group_counts()), groups_left - (num_kinds - i - 1))
-        groups_left -= groups
-        names = ["full", "sliding", "sliding", "mla"]
-        # Base takes chunks with a single block size only.
-        kind = draw(st.sampled_from([*names, "chunked"] if multiples == (1,) else names))
-        if states and i == num_kinds - 1:
-            kind = "mamba"
-        window = None
-        if kind == "chunked":
-            window = unit * draw(st.one_of(st.integers(1, 6), st.just(100)))
-        if kind == "sliding":
-            window = draw(
-                st.one_of(
-                    st.integers(1, 3 * unit),  # around a block
-                    st.sampled_from([4 * unit, 6 * unit + 1, 10 * unit]),
-                    st.just(1000),  # more than any prompt
-                )
-            )
-        kinds.append(
-            AttentionKind(
-                kind,
-                block_size=unit * draw(st.sampled_from(multiples)),
-                groups=groups,
-                window=window,
-                # Equal specs would be one attention type, so each gets its own variant.
-                variant=i,
-                dtype="float32" if mixed_dtypes and i % 2 else "bfloat16",
-            )
-        )
-    return tuple(kinds)
-
-
-@st.composite
-def layouts(draw: st.DrawFn, kinds: Sequence[AttentionKind]) -> tuple[int, ...] | None:
-    """Group orders: side by side, interleaved as a model's layers are, or any."""
-    in_turn = [i for i, kind in enumerate(kinds) for _ in range(kind.groups)]
-    how = draw(st.sampled_from(["side by side", "side by side", "reversed", "shuffled"]))
-    if how == "side by side" or len(kinds) == 1:
-        return None
-    if how == "reversed":
-        return tuple(reversed(in_turn))
-    return tuple(draw(st.permutations(in_turn)))
-
-
-@st.composite
-def setups(
-    draw: st.DrawFn,
-    *,
-    tight: bool = False,
-    prompt_tokens: int = 160,
-    requests: int = 40,
-    kinds: st.SearchStrategy[tuple[AttentionKind, ...]] | None = None,
-) -> KVSetup:
-    """Whole setups, for prompts of up to ``prompt_tokens``.
-
-    ``tight`` draws pools from barely one request to a few; otherwise the pool
-    holds ``requests`` whole requests, so that hardly ever anything is evicted.
-    """
-    chosen = draw(kinds if kinds is not None else attention_kinds())
-    per_request = blocks_for(chosen, prompt_tokens)
-    if tight:
-        percent = draw(st.sampled_from([300, 200, 150, 110, 80, 50]))
-        num_blocks = 2 + max(sum(kind.groups for kind in chosen), per_request * percent // 100)
-    else:
-        # Base builds an object for each block, so not without a limit.
-        num_blocks = 1 + max(per_request, min(per_request * requests, 12_000))
-    lcm = math.lcm(*(kind.block_size for kind in chosen))
-    gcd = math.gcd(*(kind.block_size for kind in chosen))
-    sparse = any(kind.kind in ("sliding", "mamba") for kind in chosen)
-    states = any(kind.holds_states for kind in chosen)
-    intervals = [None, 0, lcm, 2 * lcm, 4 * lcm] if sparse else [None, 0]
-    several_groups = sum(kind.groups for kind in chosen) > 1
-    finer = [None, None, None, 1, gcd // 2] if several_groups and gcd > 1 and not states else [None]
-    setup = KVSetup(
-        kinds=chosen,
-        num_blocks=num_blocks,
-        layout=draw(layouts(chosen)),
-        retention=draw(st.sampled_from(intervals)),
-        caching=states or draw(st.sampled_from([True] * 9 + [False])),
-        events=draw(st.sampled_from([True, True, False])),
-        log_stats=draw(st.sampled_from([True, True, False])),
-        watermark=draw(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.3])),
-        max_model_len=draw(st.sampled_from([512, prompt_tokens + 3])),
-        max_chunk=draw(st.sampled_from([64, 2 * lcm, lcm + 1, 7, 200])),
-        max_steps=draw(st.sampled_from([1, 2, 1, 3])),
-        full_sequence_must_fit=draw(st.sampled_from([True, False])),
-        hash_block_size=draw(st.sampled_from(finer)),
-    )
-    return replace(setup, events=setup.events and not setup.publishes_parts_of_blocks)

@@ -14,7 +14,7 @@ class KVContent:
     """For every physical block: whose group wrote it, where in a sequence, and what.
 
     A slot's content is the identity of the token prefix that ends in it (see
-    `support.requests.Identities`). Steps run in the order in which they are scheduled,
+    `support.identity`). Steps run in the order in which they are scheduled,
     so content is written when a step is scheduled.
     """
 
@@ -49,8 +49,8 @@ class KVContent:
         size = kind.block_size
         if end > len(table) * size:
             raise Unsafe(f"group {group} writes token {end - 1} but has {len(table)} blocks")
-        # Of states only the last one is written.
-        first_index = (end - 1) // size if kind.holds_states else start // size
+        # Only the last state is written.
+        first_index = kind.state_column(end) if kind.holds_states else start // size
         for index in range(first_index, -(-end // size)):
             block_id = table[index]
             if block_id == 0:
@@ -68,10 +68,10 @@ class KVContent:
     def check_states(
         self, tables: Sequence[Sequence[int]], identities: list[int], start: int
     ) -> None:
-        """A step from position ``start`` on finds its states; to be asked before its writes."""
+        """A step from position ``start`` on finds its states; call it before its writes."""
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
             if kind.holds_states and start:
-                index = (start - 1) // kind.block_size
+                index = kind.state_column(start)
                 if self._blocks.get(table[index]) != (group, index, [identities[start - 1]]):
                     raise Unsafe(
                         f"group {group} reads the state after token {start - 1} from id "

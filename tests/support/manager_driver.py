@@ -7,6 +7,7 @@ compared with another manager's.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from support.kv_content import Unsafe
@@ -17,6 +18,16 @@ from vllm.v1.request import RequestStatus
 Op = tuple[Any, ...]
 
 
+def picks_from(candidates: Callable[["ManagerDriver"], list[LiveRequest]]) -> Callable[..., Any]:
+    """The operation's first argument picks one of these requests, modulo their number."""
+
+    def mark(operation: Any) -> Any:
+        operation.candidates = candidates
+        return operation
+
+    return mark
+
+
 class ManagerDriver(ManagerModel):
     """The operations that base's scheduler performs on its manager."""
 
@@ -24,8 +35,16 @@ class ManagerDriver(ManagerModel):
         """Perform ``op`` and return all that it shows; ``{"skipped": ...}`` if it finds nothing."""
         # A step of the scheduler, but for those that stand between two.
         self.manager.new_step_starts()
-        seen = getattr(self, f"op_{op[0]}")(*op[1:])
-        return seen | self.audit()
+        name, *arguments = op
+        operation = getattr(self, f"op_{name}")
+        seen: Observation = {}
+        if hasattr(operation, "candidates"):
+            ready = operation.candidates(self)
+            if not ready:
+                return {"skipped": name} | self.audit()
+            arguments[0] = ready[arguments[0] % len(ready)]
+            seen["request"] = arguments[0].request_id
+        return seen | operation(*arguments) | self.audit()
 
     # ---------------------------------------------------------------- scheduling
 
@@ -34,22 +53,17 @@ class ManagerDriver(ManagerModel):
         chosen = self.plans[plan % len(self.plans)]
         request_id = f"r{self.num_requests:03d}"
         self.num_requests += 1
-        self.waiting.append(LiveRequest(chosen, request_id, self.hasher, self.identities))
+        self.waiting.append(LiveRequest(chosen, request_id, self.hasher))
         return {"request": request_id}
-
-    def op_start(self, pick: int, chunk: int, reserved: int = 0) -> Observation:
-        """Try to admit a waiting or preempted request, with a first chunk."""
-        ready = [live for live in self.waiting if self.can_start(live)]
-        if not ready:
-            return {"skipped": "start"}
-        return self.start(ready[pick % len(ready)], chunk, reserved)
 
     def can_start(self, live: LiveRequest) -> bool:
         # Output that is still to be delivered must be: resuming would sample it again.
         owed = any(step.stale and not step.dropped for step in live.steps)
         return not owed and len(live.steps) < self.max_steps
 
-    def start(self, live: LiveRequest, chunk: int, reserved: int = 0) -> Observation:
+    @picks_from(lambda self: [live for live in self.waiting if self.can_start(live)])
+    def op_start(self, live: LiveRequest, chunk: int, reserved: int = 0) -> Observation:
+        """Try to admit a waiting or preempted request, with a first chunk."""
         request = live.request
         seen: Observation = {"request": live.request_id}
         looked_up = request.num_computed_tokens == 0
@@ -114,14 +128,9 @@ class ManagerDriver(ManagerModel):
             stops.append(start + (junction - start) // size * size)
         return min((stop for stop in stops if start < stop < end), default=end) - start
 
-    def op_run(self, pick: int, chunk: int) -> Observation:
+    @picks_from(lambda self: [live for live in self.running if self.num_runnable(live) > 0])
+    def op_run(self, live: LiveRequest, chunk: int) -> Observation:
         """Schedule a running request: its next chunk, or one token to decode."""
-        ready = [live for live in self.running if self.num_runnable(live) > 0]
-        if not ready:
-            return {"skipped": "run"}
-        return self.run(ready[pick % len(ready)], chunk)
-
-    def run(self, live: LiveRequest, chunk: int) -> Observation:
         num_tokens = min(self.num_runnable(live), max(1, min(chunk, self.setup.max_chunk)))
         num_tokens = self.end_at_states(live, live.request.num_computed_tokens, num_tokens)
         num_drafts = self.num_drafts(live) if num_tokens == 1 else 0
@@ -140,12 +149,9 @@ class ManagerDriver(ManagerModel):
             if victim is live:
                 return seen
 
-    def op_process(self, pick: int) -> Observation:
-        """The oldest step of some request with steps in flight returns its output."""
-        ready = [live for live in self.live if live.steps]
-        return self.process(ready[pick % len(ready)]) if ready else {"skipped": "process"}
-
-    def process(self, live: LiveRequest) -> Observation:
+    @picks_from(lambda self: [live for live in self.live if live.steps])
+    def op_process(self, live: LiveRequest) -> Observation:
+        """The oldest step of a request with steps in flight returns its output."""
         request = live.request
         step = live.steps.pop(0)
         seen: Observation = {"request": live.request_id}
@@ -169,7 +175,7 @@ class ManagerDriver(ManagerModel):
                 )
         seen["cached"] = self.manager.estimate_cached_tokens(request)
         if request.num_tokens >= self.setup.max_model_len:
-            self.finish(live)
+            self.op_finish(live)
         return seen
 
     def op_step(self, budget: int) -> Observation:
@@ -188,55 +194,51 @@ class ManagerDriver(ManagerModel):
             if budget <= 0 or live not in self.running:
                 continue
             if self.num_runnable(live) > 0:
-                one = self.run(live, budget)
+                one = self.op_run(live, budget)
                 budget -= one.get("scheduled", 0)
                 preempted |= bool(one["preempted"])
                 seen["steps"].append(one)
         while budget > 0 and self.waiting and not preempted and self.can_start(self.waiting[0]):
-            one = self.start(self.waiting[0], budget)
+            one = self.op_start(self.waiting[0], budget)
             seen["steps"].append(one)
             if not one["admitted"]:
                 break
             budget -= one["scheduled"]
         for live in self.live:
             if len(live.steps) >= self.max_steps:
-                seen["steps"].append(self.process(live))
+                seen["steps"].append(self.op_process(live))
         return seen
 
     def op_serve(self, plan: int, num_tokens: int) -> Observation:
         """A request arrives, is admitted if possible, and runs alone for some output tokens."""
         seen = self.op_add(plan) | {"steps": []}
         live = self.waiting[-1]
-        seen["steps"].append(self.start(live, self.setup.max_chunk))
+        seen["steps"].append(self.op_start(live, self.setup.max_chunk))
         wanted = live.request.num_prompt_tokens + num_tokens
         while live in self.running and live.request.num_tokens < wanted:
             if self.num_runnable(live) > 0:
-                seen["steps"].append(self.run(live, self.setup.max_chunk))
+                seen["steps"].append(self.op_run(live, self.setup.max_chunk))
             else:
-                seen["steps"].append(self.process(live))
+                seen["steps"].append(self.op_process(live))
         return seen
 
-    def op_decode(self, pick: int, num_tokens: int) -> Observation:
+    @picks_from(lambda self: self.running)
+    def op_decode(self, live: LiveRequest, num_tokens: int) -> Observation:
         """One running request goes on alone for several steps."""
-        if not self.running:
-            return {"skipped": "decode"}
-        live = self.running[pick % len(self.running)]
         seen: Observation = {"steps": []}
         for _ in range(num_tokens):
             if live in self.running and self.num_runnable(live) > 0:
-                seen["steps"].append(self.run(live, self.setup.max_chunk))
+                seen["steps"].append(self.op_run(live, self.setup.max_chunk))
             while live in self.live and len(live.steps) >= self.max_steps:
-                seen["steps"].append(self.process(live))
+                seen["steps"].append(self.op_process(live))
         return seen
 
     # ---------------------------------------------------------------- leaving
 
-    def op_preempt(self, pick: int) -> Observation:
-        if not self.running:
-            return {"skipped": "preempt"}
-        live = self.running[pick % len(self.running)]
+    @picks_from(lambda self: self.running)
+    def op_preempt(self, live: LiveRequest) -> Observation:
         self.preempt(live)
-        return {"request": live.request_id}
+        return {}
 
     def preempt(self, live: LiveRequest, drop: bool = False) -> None:
         request = live.request
@@ -249,33 +251,28 @@ class ManagerDriver(ManagerModel):
         self.num_preemptions += 1
         self.waiting.insert(0, live)
 
-    def op_finish(self, pick: int) -> Observation:
+    @picks_from(lambda self: self.live)
+    def op_finish(self, live: LiveRequest) -> Observation:
         """A request finishes or is aborted, wherever it stands."""
-        if not self.live:
-            return {"skipped": "finish"}
-        live = self.live[pick % len(self.live)]
-        self.finish(live)
-        return {"request": live.request_id}
-
-    def finish(self, live: LiveRequest) -> None:
-        (self.running if live in self.running else self.waiting).remove(live)
-        live.request.status = RequestStatus.FINISHED_ABORTED
+        self.leave(live)
         self.manager.free(live.request)
+        return {}
 
-    def op_finish_later(self, pick: int) -> Observation:
-        """A request finishes, but its blocks are returned to the pool later."""
-        if not self.live:
-            return {"skipped": "finish_later"}
-        live = self.live[pick % len(self.live)]
-        ids = {i for table in self.tables(live) for i in table if i}
+    def leave(self, live: LiveRequest) -> None:
         (self.running if live in self.running else self.waiting).remove(live)
         live.request.status = RequestStatus.FINISHED_ABORTED
+
+    @picks_from(lambda self: self.live)
+    def op_finish_later(self, live: LiveRequest) -> Observation:
+        """A request finishes, but its blocks are returned to the pool later."""
+        ids = {i for table in self.tables(live) for i in table if i}
+        self.leave(live)
         blocks = self.manager.pop_blocks_for_free(live.request)
         if blocks:
             self.deferred.append((blocks, ids))
         elif ids:
             raise Unsafe(f"no blocks were popped for {live.request_id}, which held {ids}")
-        return {"request": live.request_id, "popped": bool(blocks)}
+        return {"popped": bool(blocks)}
 
     def op_return_blocks(self) -> Observation:
         """The oldest blocks that were held back return to the pool."""
@@ -292,27 +289,26 @@ class ManagerDriver(ManagerModel):
                 self.preempt(self.running[-1], drop=True)
         return {"reset": self.manager.reset_prefix_cache()}
 
-    def op_session(self, pick: int, plan: int) -> Observation:
+    @picks_from(lambda self: [live for live in self.running if not live.request.is_prefill_chunk])
+    def op_session(self, live: LiveRequest, plan: int) -> Observation:
         """A streaming session's turn ends with the next output, and its next input arrives.
 
         The request keeps its blocks. As in base, the turn ends while an output is processed:
         a step scheduled after that output could have cached the token that is dropped.
         """
-        ready = [live for live in self.running if not live.request.is_prefill_chunk]
         # A state cannot go back to before a token that is dropped, and how drafts in flight end
         # with a turn is not modelled.
-        if not ready or self.setup.holds_states or self.setup.num_drafts:
+        if self.setup.holds_states or self.setup.num_drafts:
             return {"skipped": "session"}
-        live = ready[pick % len(ready)]
         request, path = live.request, self.plans[plan % len(self.plans)].path
         num_new = sum(length for _, length in path)
         if request.num_tokens + 1 + num_new >= self.setup.max_model_len:
             return {"skipped": "session"}
         if not any(step.samples for step in live.steps) and self.num_runnable(live) > 0:
-            self.run(live, 1)
+            self.op_run(live, 1)
         num_outputs = request.num_output_tokens
         while live in self.running and live.steps and request.num_output_tokens == num_outputs:
-            self.process(live)
+            self.op_process(live)
         if live not in self.running or request.num_output_tokens == num_outputs:
             return {"skipped": "session"}
         request.num_computed_tokens -= request.num_output_placeholders
@@ -321,32 +317,29 @@ class ManagerDriver(ManagerModel):
         request.status = RequestStatus.WAITING
         self.running.remove(live)
         self.waiting.insert(0, live)
-        return {"request": live.request_id, "num_tokens": request.num_tokens}
+        return {"num_tokens": request.num_tokens}
 
     # ---------------------------------------------------------------- looking
 
-    def op_remove_skipped(self, pick: int) -> Observation:
+    @picks_from(lambda self: self.live)
+    def op_remove_skipped(self, live: LiveRequest) -> Observation:
         """Give up what no later token reads, outside of any allocation.
 
-        Without the length of the prompt, for which the fork keeps one token more than base.
+        Without the length of the prompt, for which the hybrid manager keeps one token more than
+        base.
         """
-        if not self.live:
-            return {"skipped": "remove_skipped"}
-        request = self.live[pick % len(self.live)].request
+        request = live.request
         self.manager.remove_skipped_blocks(
             request_id=request.request_id,
             processed_computed_tokens=max(
                 0, request.num_computed_tokens - request.num_in_flight_tokens
             ),
         )
-        return {"request": request.request_id}
+        return {}
 
-    def op_look_up(self, pick: int, cut: int) -> Observation:
+    @picks_from(lambda self: [w for w in self.waiting if w.request.num_computed_tokens == 0])
+    def op_look_up(self, live: LiveRequest, cut: int) -> Observation:
         """A lookup that leads to nothing, and a shorter view of it."""
-        ready = [live for live in self.waiting if live.request.num_computed_tokens == 0]
-        if not ready:
-            return {"skipped": "look_up"}
-        live = ready[pick % len(ready)]
         blocks, hit, boundary = self.look_up(live)
         for_connector = (blocks, hit, boundary, False)
         if not self.setup.holds_states:  # KV connectors with states are base's
@@ -360,7 +353,6 @@ class ManagerDriver(ManagerModel):
             if table != longer[: len(table)]:
                 raise Unsafe(f"a truncated hit has {table} of {longer}")
         return {
-            "request": live.request_id,
             "hit": hit,
             "boundary": boundary,
             "for_connector": (self.block_counts(for_connector[0]), *for_connector[1:]),
@@ -369,11 +361,9 @@ class ManagerDriver(ManagerModel):
             "enabled": self.manager.prefix_cache_lookup_enabled(live.request),
         }
 
-    def op_observe(self, pick: int) -> Observation:
+    @picks_from(lambda self: self.live)
+    def op_observe(self, live: LiveRequest) -> Observation:
         """Read-only calls about one request, as scheduler and connectors make them."""
-        if not self.live:
-            return {"skipped": "observe"}
-        live = self.live[pick % len(self.live)]
         manager, request, request_id = self.manager, live.request, live.request_id
         computed = request.num_computed_tokens
         blocks = manager.get_blocks(request_id)
@@ -397,7 +387,6 @@ class ManagerDriver(ManagerModel):
         ]
         clipped = manager.get_block_ids_for_computed_tokens(request_id, computed)
         return {
-            "request": request_id,
             "none_allowed": blocks.get_block_ids(allow_none=True) is None,
             "selected": [len(t) for t in blocks.get_block_ids(group_ids=[0])] if ids else [],
             "unhashed": [len(t) for t in blocks.get_unhashed_block_ids_all_groups()],
@@ -419,7 +408,7 @@ class ManagerDriver(ManagerModel):
         """Every request ends; the pool must be whole again, and forget on request."""
         seen = self.op_stats()
         while self.live:
-            self.finish(self.live[-1])
+            self.op_finish(self.live[-1])
         while self.deferred:
             self.op_return_blocks()
         seen |= self.audit()

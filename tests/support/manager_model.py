@@ -11,7 +11,7 @@ from typing import Any
 
 from support.kv_configs import KVSetup
 from support.kv_content import KVContent, Unsafe
-from support.requests import Identities, LiveRequest, RequestPlan, Step, block_hasher
+from support.requests import LiveRequest, RequestPlan, StepInFlight, block_hasher
 from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent
 
 Observation = dict[str, Any]
@@ -42,7 +42,6 @@ class ManagerModel:
         self.groups = setup.groups
         self.manager = setup.build(manager_class)
         self.hasher = block_hasher(setup.resolved_hash_block_size) if setup.caching else None
-        self.identities = Identities()
         self.content = KVContent(self.groups)
         self.waiting: list[LiveRequest] = []
         self.running: list[LiveRequest] = []
@@ -107,15 +106,14 @@ class ManagerModel:
         if start is None:
             return
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            first = kind.first_read(start)
-            end = -(-live.request.num_computed_tokens // kind.block_size)
-            if kind.of_encoder:
-                first, end = 0, -(-live.plan.encoder // kind.block_size)
-                if len(table) < end:
-                    raise Unsafe(f"{live.request_id} group {group} lost blocks: {table}")
+            first = kind.first_column(start, start)
+            num_tokens = live.plan.encoder if kind.of_encoder else live.request.num_computed_tokens
+            end = -(-num_tokens // kind.block_size)
+            if kind.of_encoder and len(table) < end:
+                raise Unsafe(f"{live.request_id} group {group} lost blocks: {table}")
             if kind.holds_states:
-                end = first // kind.block_size + 1 if start else 0  # the states between are null
-            if 0 in table[first // kind.block_size : end]:
+                end = first + 1  # the states between are null
+            if 0 in table[max(first, 0) : end]:
                 raise Unsafe(
                     f"{live.request_id} group {group}: a block that the step at token {start} "
                     f"reads was given up: {table}"
@@ -192,9 +190,7 @@ class ManagerModel:
         # Base's synchronous scheduler keeps no placeholders: it waits for each output.
         if samples and self.max_steps > 1:
             request.num_output_placeholders += 1 + num_drafts
-        live.steps.append(
-            Step(start, num_tokens, samples, num_drafts=num_drafts, num_rejected=num_rejected)
-        )
+        live.steps.append(StepInFlight(start, num_tokens, samples, num_drafts, num_rejected))
         return {"scheduled": num_tokens, "new_blocks": [len(ids) for ids in new_ids]}
 
     def check_slots(self, live: LiveRequest, tables: Tables, end: int) -> None:

@@ -46,9 +46,10 @@ def deactivate_all() -> None:
 
 @contextmanager
 def collected_log(level: int = logging.INFO) -> Iterator[list[logging.LogRecord]]:
-    """The fork's log records. vLLM's loggers do not pass them on to pytest's."""
+    """The package's log records. vLLM's loggers do not pass them on to pytest's."""
     records: list[logging.LogRecord] = []
-    handler = _Collector(records)
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]
     logger = logging.getLogger("vllm.v1.core.hybrid")
     before = logger.level
     logger.addHandler(handler)
@@ -58,12 +59,3 @@ def collected_log(level: int = logging.INFO) -> Iterator[list[logging.LogRecord]
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-
-
-class _Collector(logging.Handler):
-    def __init__(self, records: list[logging.LogRecord]) -> None:
-        super().__init__()
-        self._records = records
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)

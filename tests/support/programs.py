@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from support.kv_configs import AttentionKind, KVSetup, attention_kinds, cross, setups
+from support.kv_configs import AttentionKind, KVSetup
 from support.manager_driver import Op
-from support.requests import RequestPlan, plan_trees
+from support.requests import RequestPlan
+from support.strategies import encoder_decoder_kinds, plan_trees, setups
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,6 @@ def programs(
     setup = draw(setups(tight=tight, prompt_tokens=longest, kinds=kinds))
     unit = draw(st.sampled_from([setup.scheduler_block_size, setup.resolved_hash_block_size]))
     return Program(setup, draw(plan_trees(longest, unit)), draw(op_lists(max_ops)))
-
-
-@st.composite
-def encoder_decoder_kinds(draw: st.DrawFn) -> tuple[AttentionKind, ...]:
-    """Cross attention before, between or after up to three other types."""
-    kinds = list(draw(attention_kinds(max_kinds=3)))
-    block_size = draw(st.sampled_from([kinds[0].block_size, 4, 16, 6]))
-    groups = draw(st.one_of(st.just(1), st.integers(1, 5)))
-    dtype = draw(st.sampled_from(["bfloat16"] * 4 + ["float32"]))
-    kinds.insert(
-        draw(st.integers(0, len(kinds))), cross(block_size, groups, variant=9, dtype=dtype)
-    )
-    return tuple(kinds)
 
 
 @st.composite

@@ -12,29 +12,15 @@ from .faults import (
     ReadFault,
     WriteFault,
 )
-from .identity import MultiModalItem, PrefixIdentity, expected_tokens
-from .models import Chunked, Cross, Full, Mamba, Sliding, make_kv_cache_config, smallest_pool
-from .simulated_worker import SimulatedWorker
 
 __all__ = [
-    "Chunked",
-    "Cross",
-    "Full",
     "InFlightFault",
-    "Mamba",
-    "MultiModalItem",
     "OracleEngine",
     "OracleFault",
     "OracleSettings",
     "OutcomeFault",
-    "PrefixIdentity",
     "ProtocolFault",
     "ReadFault",
-    "SimulatedWorker",
-    "Sliding",
     "WriteFault",
-    "expected_tokens",
-    "make_kv_cache_config",
-    "smallest_pool",
     "total_reads_checked",
 ]

@@ -2,26 +2,28 @@
 """Measure the oracle, or run random cases under it for a while.
 
 PYTHONPATH=tests python -m support.oracle speed
-PYTHONPATH=tests python -m support.oracle search --manager fork --seconds 600
+PYTHONPATH=tests python -m support.oracle search --manager hybrid --seconds 600
 """
 
 import argparse
 import itertools
-import random
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+import hypothesis
+
+from support.kv_configs import full, sliding
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
 from .attention import total_reads_checked
 from .engine_config import OracleSettings
-from .models import AttentionKind, Full, Sliding
-from .workload import Add, Case, apply, make_engine, random_operations, run_case
+from .strategies import cases
+from .workload import Add, Case, apply, make_engine, run_case
 
-_MANAGERS = {"base": BaseManager, "fork": ForkManager}
+_MANAGERS = {"base": BaseManager, "hybrid": HybridManager}
 _BATCH = 8
 
 
@@ -44,8 +46,7 @@ def measure_speed() -> None:
     print(f"{_BATCH} requests of 30 tokens that decode 200 each; steps per second of CPU time")
     print("manager  groups  oracle alone  with scheduler  reads/step")
     for name, num_groups in itertools.product(_MANAGERS, (1, 2, 6, 46)):
-        sliding = (Sliding(32, num_groups=num_groups - 1),) if num_groups > 1 else ()
-        kinds: tuple[AttentionKind, ...] = (Full(), *sliding)
+        kinds = (full(), sliding(32, num_groups=num_groups - 1))[: 1 + (num_groups > 1)]
         settings = OracleSettings(max_num_batched_tokens=512)
         case = Case(kinds, (), settings, extra_blocks=100 * _BATCH * num_groups)
         engine = make_engine(_MANAGERS[name], case, check_integrity=False)
@@ -64,50 +65,30 @@ def measure_speed() -> None:
         )
 
 
-def _random_case(seed: int) -> Case:
-    rng = random.Random(seed)
-    steps_in_flight = rng.choice((0, 0, 1, 1, 2))
-    settings = OracleSettings(
-        max_num_seqs=rng.choice((2, 8, 16)),
-        max_num_batched_tokens=rng.choice((16, 40, 100, 300)),
-        async_scheduling=steps_in_flight > 0 and rng.random() < 0.8,
-        steps_in_flight=steps_in_flight,
-        policy=rng.choice(("fcfs", "priority")),
-        watermark=rng.choice((0.0, 0.0, 0.1)),
-        enable_prefix_caching=rng.random() < 0.9,
-        long_prefill_token_threshold=rng.choice((0, 0, 5, 30)),
-        reserve_full_sequence=rng.random() < 0.8,
-        model_runner_v2=rng.random() < 0.3,
-        vocab_size=256,
-    )
-    size = rng.choice((8, 16))
-    kinds: list[AttentionKind] = [Full(size, rng.randint(1, 3))] if rng.random() < 0.8 else []
-    windows = rng.sample(range(1, 120), rng.randint(0 if kinds else 1, 4))
-    for window in windows:
-        block_size = size if rng.random() < 0.7 else rng.choice((4, 8, 16, 32))
-        kinds.append(Sliding(window, block_size, rng.randint(1, 6)))
-    return Case(
-        tuple(kinds),
-        tuple(random_operations(rng, 80, settings.max_model_len)),
-        settings,
-        extra_blocks=rng.choice((0, 5, 20, 100, 1000)),
-        retention_interval=rng.choice((None, 0, 96)) if windows else None,
-        shuffle_groups=seed,
-    )
-
-
 def search(manager: str, seconds: float, first_seed: int) -> int:
-    """Run random cases; returns the number that failed."""
+    """Run random cases, as `test_oracle_random` does; returns the number of seeds that failed."""
     until = time.monotonic() + seconds
     failed = 0
     seed = first_seed
     while time.monotonic() < until:
-        case = _random_case(seed)
-        try:
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=10,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(case=cases())
+        def run_some(case: Case) -> None:
             run_case(_MANAGERS[manager], case)
+
+        try:
+            run_some()
         except Exception as error:
             failed += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}\n{case}\n", flush=True)
+            notes = "\n".join(getattr(error, "__notes__", ()))
+            print(f"seed {seed}: {type(error).__name__}: {error}\n{notes}\n", flush=True)
         seed += 1
     print(
         f"{manager}: seeds {first_seed} to {seed - 1}, {failed} failed, "
@@ -121,7 +102,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("speed", help="measure the oracle")
     searching = commands.add_parser("search", help="run random cases")
-    searching.add_argument("--manager", choices=_MANAGERS, default="fork")
+    searching.add_argument("--manager", choices=_MANAGERS, default="hybrid")
     searching.add_argument("--seconds", type=float, default=60)
     searching.add_argument("--seed", type=int, default=0, help="the first case's seed")
     options = parser.parse_args()

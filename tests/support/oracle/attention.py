@@ -9,7 +9,7 @@ from .block_tables import BlockTables, TypeTables
 from .device_memory import DeviceMemory
 from .faults import InFlightFault, ReadFault, WriteFault
 from .sequences import Sequences
-from .states import STATE_SLOT, StateAccess, StateMemory, StateRule
+from .states import STATE_SLOT, StateAccess, StateMemory
 from .step import Step
 
 _total_reads = 0
@@ -115,7 +115,7 @@ class Attention:
         if tables.num_reread:
             admitted = np.array([state.admitted_at for state in step.requests])
             starts = np.maximum(starts - tables.num_reread, admitted)
-        return tables.rule.first_column(starts, step.ends_in(tables), tables.block_size)
+        return tables.kind.first_column(starts, step.ends_in(tables))
 
     def check_held(self, step: Step, get_block_ids: Callable[[str], Sequence[list[int]]]) -> None:
         """The manager must hold every block that a step reads, at the same place.
@@ -161,9 +161,7 @@ class Attention:
         self.states.check_kept(accesses, where, req_ids)
 
     def _state_access(self, step: Step, tables: TypeTables, captured: np.ndarray) -> StateAccess:
-        assert isinstance(tables.rule, StateRule)
-        read = tables.rule.read_columns(step.starts, tables.block_size)
-        written = tables.rule.write_columns(step.ends, tables.block_size)
+        read, written = map(tables.kind.state_column, (step.starts, step.ends))
         requests = np.arange(len(step.rows))
         identities = self.sequences.identities
         marks = tables.group_marks[:, None]
@@ -180,10 +178,9 @@ class Attention:
 
     def _write_checkpoints(self, step: Step, tables: TypeTables, captured: np.ndarray) -> None:
         """Second states, for which the manager need not have given a block."""
-        assert isinstance(tables.rule, StateRule)
-        if tables.rule.checkpoint_alignment is None:
+        if tables.kind.checkpoint_alignment is None:
             return
-        positions, columns = tables.rule.checkpoints(step.starts, step.ends, tables.block_size)
+        positions, columns = tables.kind.checkpoints(step.starts, step.ends)
         blocks = captured[:, np.arange(len(step.rows)), columns]
         [written] = np.nonzero((positions > 0) & blocks.any(axis=0))
         if not len(written):
@@ -240,7 +237,7 @@ class Attention:
         """Compare all that one attention type reads with the requests' own prefixes."""
         size = tables.block_size
         ends = step.ends_in(tables)
-        lows = tables.rule.first_read(step.starts)
+        lows = tables.kind.first_read(step.starts)
         first = lows // size
         sequences = self.encoder_states if tables.of_encoder else self.sequences
         identities = sequences.identities

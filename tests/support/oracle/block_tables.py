@@ -5,13 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from support.identity import hash64
+from support.kv_configs import AttentionKind, kind_of
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from .faults import ProtocolFault
-from .identity import hash64
-from .models import MAX_ENCODER_LENGTH
-from .read_rules import ReadEncoder, ReadRule, read_rule
-from .states import StateRule, state_rule
 
 
 class TypeTables:
@@ -21,23 +19,16 @@ class TypeTables:
     """
 
     def __init__(
-        self,
-        group_ids: list[int],
-        rule: ReadRule | StateRule,
-        block_size: int,
-        num_rows: int,
-        max_model_len: int,
+        self, group_ids: list[int], kind: AttentionKind, num_rows: int, max_model_len: int
     ) -> None:
         self.group_ids = group_ids
-        self.rule = rule
+        self.kind = kind
         #: Tokens before a step's own that draft layers compute again.
         self.num_reread = 0
-        self.block_size = block_size
-        one_block = isinstance(rule, StateRule) and rule.one_block
+        self.block_size = kind.block_size
         #: Whether positions are those of an encoder's tokens.
-        self.of_encoder = isinstance(rule, ReadEncoder)
-        longest = MAX_ENCODER_LENGTH if self.of_encoder else max_model_len
-        self.width = 1 if one_block else -(-longest // block_size)
+        self.of_encoder = kind.of_encoder
+        self.width = kind.table_width(max_model_len)
         self.table = np.zeros((len(group_ids), num_rows, self.width), dtype=np.int64)
         self.counts = np.zeros(num_rows, dtype=np.int64)
         #: Tells the content of one group from that of the others, `[group, 1, ...]`.
@@ -84,17 +75,15 @@ class BlockTables:
     def __init__(self, config: KVCacheConfig, num_rows: int, max_model_len: int) -> None:
         self.num_blocks = config.num_blocks
         self.num_groups = len(config.kv_cache_groups)
-        by_spec: dict[tuple[ReadRule | StateRule, int], list[int]] = {}
+        by_kind: dict[AttentionKind, list[int]] = {}
         for group_id, group in enumerate(config.kv_cache_groups):
-            spec = group.kv_cache_spec
-            rule = state_rule(spec) or read_rule(spec)
-            by_spec.setdefault((rule, spec.block_size), []).append(group_id)
+            by_kind.setdefault(kind_of(group.kv_cache_spec), []).append(group_id)
         types = [
-            TypeTables(group_ids, rule, block_size, num_rows, max_model_len)
-            for (rule, block_size), group_ids in by_spec.items()
+            TypeTables(group_ids, kind, num_rows, max_model_len)
+            for kind, group_ids in by_kind.items()
         ]
-        self.kv_types = [t for t in types if not isinstance(t.rule, StateRule)]
-        self.state_types = [t for t in types if isinstance(t.rule, StateRule)]
+        self.kv_types = [t for t in types if not t.kind.holds_states]
+        self.state_types = [t for t in types if t.kind.holds_states]
         #: All types; those with a slot per token come first.
         self.types = self.kv_types + self.state_types
 

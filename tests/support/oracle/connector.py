@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from support.identity import PrefixIdentity, hash64, prefix_identities
+from support.short_repr import ShortRepr
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,8 +26,6 @@ from vllm.v1.request import Request
 from .block_tables import BlockTables
 from .device_memory import DeviceMemory
 from .faults import ProtocolFault, ReadFault
-from .identity import PrefixIdentity, hash64, prefix_identities
-from .short_repr import ShortRepr
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,7 +95,7 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
         self.num_tokens_loaded = 0
         self.num_sends = 0
         self._failures: Counter[str] = Counter()
-        self._asked: set[str] = set()
+        self._seen_before: set[str] = set()
         self._starts: dict[str, int] = {}
         self._loading: set[str] = set()
         self._pending = Transfers()
@@ -116,8 +116,8 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         req_id = request.request_id
-        if req_id not in self._asked:
-            self._asked.add(req_id)
+        if req_id not in self._seen_before:
+            self._seen_before.add(req_id)
             if self._dice(request, "later") % 4 == 0:
                 return None, False
         self._starts[req_id] = num_computed_tokens

@@ -17,16 +17,18 @@ continuation where several requests have computed the same tokens: base takes th
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
+from support.identity import hash64
+from support.kv_configs import DRAFT_LAYER
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from .block_tables import BlockTables, TypeTables
 from .device_memory import DeviceMemory
+from .engine_config import OracleSettings
 from .faults import ReadFault, WriteFault
-from .identity import hash64
-from .models import DRAFT_LAYER
 from .sequences import Sequences
 from .step import RequestState, Step
 
@@ -44,34 +46,45 @@ def draft_group_ids(config: KVCacheConfig) -> list[int]:
     ]
 
 
+@dataclass
+class Span:
+    """Positions that the drafter computes for one request in the groups of one type."""
+
+    step_index: int
+    state: RequestState
+    tables: TypeTables
+    #: The places of the type's groups with draft layers, and the request's block tables in them.
+    places: np.ndarray
+    table: np.ndarray
+    first: int
+    end: int
+    #: Whether the request starts with a prefix hit in this step.
+    is_hit: bool
+
+
 class Drafter:
     """Writes and checks the KV of draft layers.
 
     Args:
         config: The model's KV cache; its layer names tell the draft layers.
+        settings: Those of the worker.
         tables: Block tables of all groups.
         sequences: What each row's positions hold.
         memory: Device memory; draft layers have a part of each block to themselves.
-        depth: Tokens after a position that its KV depends on.
-        num_guesses: Slots after a step's tokens that guessing writes.
-        max_model_len: No guess goes beyond it.
     """
 
     def __init__(
         self,
         config: KVCacheConfig,
+        settings: OracleSettings,
         tables: BlockTables,
         sequences: Sequences,
         memory: DeviceMemory,
-        depth: int,
-        num_guesses: int,
-        max_model_len: int,
     ) -> None:
+        self.settings = settings
         self.sequences = sequences
         self.memory = memory
-        self.depth = depth
-        self.num_guesses = num_guesses
-        self.max_model_len = max_model_len
+        self.depth = depth = settings.draft_depth
         self.num_groups = tables.num_groups
         self.reads_checked = 0
         self.hits_checked = 0
@@ -91,22 +104,22 @@ class Drafter:
 
         All requests' KV is written before any is read, as in the model's layers.
         """
-        for type_index, tables, places in self.types:
-            captured = step.tables[type_index][places]
-            for i, state, first, end in self._spans(step):
-                self._write(step, i, state, tables, places, captured[:, i], first, end)
-        for type_index, tables, places in self.types:
-            captured = step.tables[type_index][places]
-            for i, state, first, end in self._spans(step):
-                self._check(step, i, state, tables, places, captured[:, i], first, end)
+        spans = list(self._spans(step))
+        for span in spans:
+            self._write(span)
+        for span in spans:
+            self._check(span)
 
-    def _spans(self, step: Step) -> Iterator[tuple[int, RequestState, int, int]]:
-        """For each request, the positions that the drafter computes in a step."""
-        for i, state in enumerate(step.requests):
-            end = int(step.ends[i]) - step.rejected.get(state.serial, 0)
-            # Hidden states from before a prefix hit's end are not there to start from.
-            first = max(int(step.starts[i]) - max(self.depth - 1, 0), state.admitted_at)
-            yield i, state, first, end
+    def _spans(self, step: Step) -> Iterator[Span]:
+        for type_index, tables, places in self.types:
+            captured = step.tables[type_index][places]
+            for i, state in enumerate(step.requests):
+                start = int(step.starts[i])
+                end = int(step.ends[i]) - step.rejected.get(state.serial, 0)
+                # Hidden states from before a prefix hit's end are not there to start from.
+                first = max(start - max(self.depth - 1, 0), state.admitted_at)
+                is_hit = 0 < state.admitted_at == start
+                yield Span(step.index, state, tables, places, captured[:, i], first, end, is_hit)
 
     def _contents(self, row: int, first: int, end: int) -> np.ndarray:
         """What both parts of the slots of positions should be, as far as tokens are known."""
@@ -115,54 +128,38 @@ class Drafter:
         ahead = slice(first + self.depth, right + self.depth)
         return np.stack([identities[ahead], identities[first:right]])
 
-    def _write(
-        self,
-        step: Step,
-        i: int,
-        state: RequestState,
-        tables: TypeTables,
-        places: np.ndarray,
-        table: np.ndarray,
-        first: int,
-        end: int,
-    ) -> None:
+    def _write(self, span: Span) -> None:
+        state, tables, places = span.state, span.tables, span.places
+        first, end = span.first, span.end
         contents = self._contents(state.row, first, end)
-        last = max(min(end + self.num_guesses, self.max_model_len), end)
+        last = max(min(end + self.settings.num_slots_ahead, self.settings.max_model_len), end)
         for prefix in contents[_PREFIX].tolist():
             self._computed_by.setdefault(prefix, state.serial)
         guesses = np.full((2, last - first - contents.shape[1]), _GUESS)
         contents = np.concatenate([contents, guesses], axis=1)
         positions = np.arange(first, last)
         columns = positions // tables.block_size
-        tags = int(step.serials[i]) * self.num_groups + tables.group_column[places]
+        tags = state.serial * self.num_groups + tables.group_column[places]
         try:
             for part in (_CONTENT, _PREFIX):
                 self.memory.write(
-                    table[:, columns],
+                    span.table[:, columns],
                     positions - columns * tables.block_size,
                     contents[part] ^ tables.group_marks[places, None],
                     np.broadcast_to(tags, (len(places), len(positions))),
                     draft=part,
                 )
         except WriteFault as fault:
-            raise WriteFault(f"step {step.index}: {state.req_id}, draft layers: {fault}") from fault
+            where = f"step {span.step_index}: {state.req_id}, draft layers"
+            raise WriteFault(f"{where}: {fault}") from fault
 
-    def _check(
-        self,
-        step: Step,
-        i: int,
-        state: RequestState,
-        tables: TypeTables,
-        places: np.ndarray,
-        table: np.ndarray,
-        first: int,
-        end: int,
-    ) -> None:
-        low = int(tables.rule.first_read(np.array([first]))[0])
+    def _check(self, span: Span) -> None:
+        state, tables, places, end = span.state, span.tables, span.places, span.end
+        low = int(tables.kind.first_read(span.first))
         contents = self._contents(state.row, low, end)
         positions = np.arange(low, low + contents.shape[1])
         columns = positions // tables.block_size
-        blocks = table[:, columns]
+        blocks = span.table[:, columns]
         held = self.memory.draft_slots[:, blocks, positions - columns * tables.block_size]
         held ^= tables.group_marks[places, None]
         # Of a hit, the last tokens of each block may come from another continuation.
@@ -172,17 +169,18 @@ class Drafter:
         if wrong.any():
             place, at = np.argwhere(wrong)[0]
             raise ReadFault(
-                f"step {step.index}: {state.req_id}, draft layers of group "
+                f"step {span.step_index}: {state.req_id}, draft layers of group "
                 f"{tables.group_ids[places[place]]}, reads position {positions[at]} (drafting "
                 f"after {end} tokens, admitted at {state.admitted_at}) from block "
                 f"{blocks[place, at]}, which holds something else"
             )
         self.reads_checked += wrong.size
-        if self.depth and 0 < state.admitted_at == step.starts[i]:
-            self._check_hit(step, state, tables)
+        if self.depth and span.is_hit:
+            self._check_hit(span)
 
-    def _check_hit(self, step: Step, state: RequestState, tables: TypeTables) -> None:
+    def _check_hit(self, span: Span) -> None:
         """The block after a hit must have been computed before, for the same tokens."""
+        state, tables = span.state, span.tables
         after = state.admitted_at + tables.block_size
         computed_by = None
         if after <= self.sequences.known[state.row]:
@@ -190,7 +188,7 @@ class Drafter:
             computed_by = self._computed_by.get(prefix)
         if computed_by in (None, state.serial):
             raise ReadFault(
-                f"step {step.index}: {state.req_id} hits {state.admitted_at} tokens in groups "
+                f"step {span.step_index}: {state.req_id} hits {state.admitted_at} tokens in groups "
                 f"{tables.group_ids}; nobody has computed the block after them"
             )
         self.hits_checked += 1

@@ -7,19 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
+from support.identity import PrefixIdentity, expected_tokens
+from support.requests import block_hasher, build_request
 from vllm.v1.core.encoder_cache_manager import (
     EncoderCacheManager,
     EncoderDecoderCacheManager,
 )
-from vllm.v1.core.kv_cache_utils import (
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -34,11 +28,11 @@ from .engine_config import (
     structured_output_manager,
 )
 from .faults import OutcomeFault
-from .identity import MultiModalItem, PrefixIdentity, expected_tokens
 from .simulated_worker import SimulatedWorker
 from .step import Step
 
 _ENCODER_CACHE_SIZE = 1 << 20
+_PLAIN = PrefixIdentity()
 
 
 @dataclass
@@ -92,12 +86,8 @@ class OracleEngine:
         )
         set_mamba_options(vllm_config, kv_cache_config)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        init_none_hash(sha256)
-        self._block_hasher = (
-            get_request_block_hasher(hash_block_size, sha256)
-            if settings.enable_prefix_caching
-            else None
-        )
+        caching = settings.enable_prefix_caching
+        self._block_hasher = block_hasher(hash_block_size) if caching else None
         chosen = manager_cls or scheduler_module.KVCacheManager
 
         def create_manager(**kwargs: Any) -> Any:
@@ -129,18 +119,7 @@ class OracleEngine:
             self.connector = self.scheduler.connector
             # As base's configuration finds that steps overlap.
             self.scheduler.defer_block_free = settings.steps_in_flight > 0
-        self.worker = SimulatedWorker(
-            kv_cache_config,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            vocab_size=settings.vocab_size,
-            max_steps_in_flight=settings.steps_in_flight,
-            num_spec_tokens=settings.num_spec_tokens,
-            num_lookahead_tokens=settings.num_slots_ahead,
-            model_runner_v2=settings.model_runner_v2,
-            draft_depth=settings.draft_depth,
-            has_connector=self.connector is not None,
-        )
+        self.worker = SimulatedWorker(kv_cache_config, settings)
         self.submissions: dict[str, Submission] = {}
         self.num_schedules = 0
         self._in_flight: deque[Step] = deque()
@@ -155,52 +134,28 @@ class OracleEngine:
         self,
         prompt: Sequence[int],
         max_tokens: int = 8,
+        identity: PrefixIdentity = _PLAIN,
         *,
-        cache_salt: str | None = None,
-        lora_name: str | None = None,
-        priority: int = 0,
         stop_tokens: Sequence[int] = (),
-        mm_items: Sequence[MultiModalItem] = (),
         encoder_length: int = 0,
-        skip_reading_prefix_cache: bool = False,
         req_id: str | None = None,
+        **options: Any,
     ) -> str:
-        """Add a request; returns its id. ``encoder_length`` tokens go to the encoder."""
+        """Add a request; returns its id. ``options`` are those of `build_request`."""
         self._num_added += 1
         req_id = req_id or f"r{self._num_added - 1}"
-        params = SamplingParams(
+        request = build_request(
+            req_id,
+            prompt,
+            self._block_hasher,
+            identity,
             max_tokens=max_tokens,
-            temperature=0.0,
-            stop_token_ids=list(stop_tokens),
-            skip_reading_prefix_cache=skip_reading_prefix_cache,
-        )
-        request = Request(
-            request_id=req_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=params,
-            pooling_params=None,
-            # Priority scheduling breaks ties by it, and real time would not be repeatable.
+            stop_tokens=stop_tokens,
+            # Real time would not be repeatable.
             arrival_time=float(self._num_added),
-            cache_salt=cache_salt,
-            lora_request=(
-                LoRARequest(lora_name, 1 + sum(lora_name.encode()), f"/adapters/{lora_name}")
-                if lora_name
-                else None
-            ),
-            priority=priority,
-            mm_features=[
-                MultiModalFeatureSpec(
-                    data=None,
-                    modality="image",
-                    identifier=item.identifier,
-                    mm_position=PlaceholderRange(offset=item.offset, length=item.length),
-                )
-                for item in mm_items
-            ]
-            + _encoder_input(req_id, encoder_length),
-            block_hasher=self._block_hasher,
+            encoder_length=encoder_length,
+            **options,
         )
-        identity = PrefixIdentity(cache_salt, lora_name, tuple(mm_items))
         self.worker.announce(req_id, identity, encoder_length)
         self.submissions[req_id] = Submission(
             req_id, list(prompt), max_tokens, identity, tuple(stop_tokens), request
@@ -379,11 +334,3 @@ class OracleEngine:
     def _check_manager(self) -> None:
         if self._check is not None:
             self._check()
-
-
-def _encoder_input(req_id: str, length: int) -> list[MultiModalFeatureSpec]:
-    """What an encoder-decoder model gets besides the decoder's prompt, beside its first token."""
-    if not length:
-        return []
-    position = PlaceholderRange(offset=0, length=length)
-    return [MultiModalFeatureSpec(None, "audio", f"encoder input of {req_id}", position)]

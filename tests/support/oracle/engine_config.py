@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from support.short_repr import ShortRepr
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from .connector import ConnectorSettings
-from .short_repr import ShortRepr
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],

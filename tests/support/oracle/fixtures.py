@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
 from .attention import total_reads_checked
 
 
-@pytest.fixture(params=[BaseManager, ForkManager], ids=["base", "fork"])
+@pytest.fixture(params=[BaseManager, HybridManager], ids=["base", "hybrid"])
 def manager_cls(request: pytest.FixtureRequest) -> Any:
     """Each KV cache manager: base's shows that the oracle raises no false alarm."""
     return request.param

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .identity import PrefixIdentity, mix, prefix_sums, sample_tokens, token_terms
+from support.identity import PrefixIdentity, mix, prefix_sums, sample_tokens, token_terms
 
 
 class Sequences:

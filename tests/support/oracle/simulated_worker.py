@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from support.identity import PrefixIdentity
+from support.kv_configs import MAX_ENCODER_LENGTH
+from support.requests import encoder_input
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -18,9 +21,8 @@ from .attention import Attention
 from .block_tables import BlockTables
 from .connector import ConnectorWorker, Transfers
 from .drafter import Drafter, draft_group_ids
+from .engine_config import OracleSettings
 from .faults import ProtocolFault
-from .identity import PrefixIdentity
-from .models import MAX_ENCODER_LENGTH
 from .sequences import Sequences
 from .step import RequestState, Step
 
@@ -31,56 +33,30 @@ class SimulatedWorker:
     A step is `submit`ted when it is scheduled (its block tables are final then), `run`
     later, in order, and `settle`d when its output reaches the scheduler.
 
-    Args:
-        kv_cache_config: The model's KV cache.
-        max_num_seqs: Running requests.
-        max_model_len: Longest sequence.
-        vocab_size: Tokens are sampled from ``range(vocab_size)``.
-        max_steps_in_flight: Steps that may be submitted but not settled.
-        num_spec_tokens: Draft tokens proposed per request and step.
-        num_lookahead_tokens: Slots that must exist beyond a step's tokens.
-        model_runner_v2: Follow the second model runner: resumed requests arrive as new.
-        draft_depth: Tokens after a position that its KV in draft layers depends on.
-        has_connector: Whether steps bring transfers of a KV connector.
+    With ``settings.model_runner_v2`` it follows the second model runner: resumed requests arrive
+    as new.
     """
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        max_num_seqs: int,
-        max_model_len: int,
-        vocab_size: int,
-        max_steps_in_flight: int = 1,
-        num_spec_tokens: int = 0,
-        num_lookahead_tokens: int = 0,
-        model_runner_v2: bool = False,
-        draft_depth: int = 0,
-        has_connector: bool = False,
-    ) -> None:
-        self.num_spec_tokens = num_spec_tokens
-        self.num_lookahead_tokens = num_lookahead_tokens
-        self.max_model_len = max_model_len
-        self.model_runner_v2 = model_runner_v2
-        num_rows = max_num_seqs * (max_steps_in_flight + 2)
-        self.tables = BlockTables(kv_cache_config, num_rows, max_model_len)
+    def __init__(self, kv_cache_config: KVCacheConfig, settings: OracleSettings) -> None:
+        self.settings = settings
+        num_rows = settings.max_num_seqs * (settings.steps_in_flight + 2)
+        self.tables = BlockTables(kv_cache_config, num_rows, settings.max_model_len)
         # Identities are compared block by block, for each block size.
         unit = math.lcm(*(t.block_size for t in self.tables.kv_types))
-        longest = max_model_len + (num_spec_tokens + 1) * (max_steps_in_flight + 1)
-        self.sequences = Sequences(num_rows, -(-longest // unit) * unit, vocab_size)
-        self.encoder_states = Sequences(num_rows, -(-MAX_ENCODER_LENGTH // unit) * unit, vocab_size)
+        num_ahead = (settings.num_spec_tokens + 1) * (settings.steps_in_flight + 1)
+
+        def sequences(longest: int) -> Sequences:
+            return Sequences(num_rows, -(-longest // unit) * unit, settings.vocab_size)
+
+        self.sequences = sequences(settings.max_model_len + num_ahead)
+        self.encoder_states = sequences(MAX_ENCODER_LENGTH)
         self.attention = Attention(
             self.tables, self.sequences, self.encoder_states, kv_cache_config.num_blocks
         )
         self.drafter: Drafter | None = None
         if draft_group_ids(kv_cache_config):
             self.drafter = Drafter(
-                kv_cache_config,
-                self.tables,
-                self.sequences,
-                self.attention.memory,
-                depth=draft_depth,
-                num_guesses=num_lookahead_tokens,
-                max_model_len=max_model_len,
+                kv_cache_config, settings, self.tables, self.sequences, self.attention.memory
             )
         self.num_steps = 0
         self.tokens_from_cache = 0
@@ -89,7 +65,7 @@ class SimulatedWorker:
 
         self._identities: dict[str, PrefixIdentity] = {}
         self.connector: ConnectorWorker | None = None
-        if has_connector:
+        if settings.connector is not None:
             self.connector = ConnectorWorker(
                 self.tables, self.attention.memory, self.attention.names, self._identities
             )
@@ -97,13 +73,9 @@ class SimulatedWorker:
         self._states: dict[str, RequestState] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._unsettled: list[Step] = []
-        self._speculates = num_spec_tokens > 0
 
     def announce(self, req_id: str, identity: PrefixIdentity, encoder_length: int = 0) -> None:
-        """Tell what determines a request's KV besides its tokens, and what an encoder gets.
-
-        No two requests have the same input to the encoder.
-        """
+        """Register what determines a request's KV besides its tokens, and what an encoder gets."""
         self._identities[req_id] = identity
         self._encoder_lengths[req_id] = encoder_length
 
@@ -183,7 +155,7 @@ class SimulatedWorker:
             self.attention.check_held(step, get_block_ids)
 
     def _prefill_tokens(self, new: NewRequestData) -> Sequence[int]:
-        tokens = new.prefill_token_ids if self.model_runner_v2 else new.prompt_token_ids
+        tokens = new.prefill_token_ids if self.settings.model_runner_v2 else new.prompt_token_ids
         if tokens is None:
             raise ProtocolFault(f"{new.req_id} is scheduled without tokens")
         if new.req_id in self._states:
@@ -214,7 +186,7 @@ class SimulatedWorker:
         self.sequences.start(state.row, tokens, self._identities[req_id])
         state.encoder_length = self._encoder_lengths[req_id]
         self.encoder_states.start(
-            state.row, range(state.encoder_length), PrefixIdentity(f"encoder input of {req_id}")
+            state.row, range(state.encoder_length), PrefixIdentity(encoder_input(req_id))
         )
         self.tokens_from_cache += num_computed if load is None else load.span.start
         ids_by_type = self.tables.replace(state.row, block_ids)
@@ -240,12 +212,12 @@ class SimulatedWorker:
         added: list[np.ndarray] = []
         if new_block_ids is not None:
             added = self._filled(self.tables.append(state.row, new_block_ids))
-            if not self.model_runner_v2:
+            if not self.settings.model_runner_v2:
                 for ids, new_ids in zip(state.block_ids, new_block_ids, strict=True):
                     ids.extend(new_ids)
         # A request that was left out of a step joins the batch again from its lists.
         rejoins = state.last_step != self.num_steps - 1
-        if (added or rejoins) and not self.model_runner_v2:  # noqa: SIM102
+        if (added or rejoins) and not self.settings.model_runner_v2:  # noqa: SIM102
             if not self.tables.holds(state.row, state.block_ids):
                 raise ProtocolFault(f"the block id lists sent for {req_id} were changed later")
         return added
@@ -287,7 +259,7 @@ class SimulatedWorker:
             self.connector.reach(step.scheduled.kv_connector_metadata)
         sampled: list[list[int]] = []
         if step.requests:
-            if self._speculates or step.scheduled.scheduled_spec_decode_tokens:
+            if self.settings.num_spec_tokens or step.scheduled.scheduled_spec_decode_tokens:
                 drafts = self._place_drafts(step)
                 self._check_positions(step, [len(tokens) for tokens in drafts])
                 self.attention.forward(step)
@@ -310,15 +282,16 @@ class SimulatedWorker:
     def _check_positions(self, step: Step, num_drafts: list[int] | int) -> None:
         """All scheduled positions must have tokens and slots."""
         ends = step.ends
-        available = np.minimum(self.sequences.known[step.rows] + num_drafts, self.max_model_len)
+        longest = self.settings.max_model_len
+        available = np.minimum(self.sequences.known[step.rows] + num_drafts, longest)
         if (ends > available).any():
             i = int(np.argmax(ends - available))
             raise ProtocolFault(
                 f"step {step.index}: {step.requests[i].req_id} is scheduled up to token "
-                f"{ends[i]}; it has {available[i]}, at most {self.max_model_len} are allowed"
+                f"{ends[i]}; it has {available[i]}, at most {longest} are allowed"
             )
-        if self.num_lookahead_tokens:
-            ends = np.minimum(ends + self.num_lookahead_tokens, self.max_model_len)
+        if self.settings.num_slots_ahead:
+            ends = np.minimum(ends + self.settings.num_slots_ahead, longest)
         self.attention.check_slots(step, ends)
 
     def _sample(self, step: Step) -> list[list[int]]:
@@ -365,6 +338,6 @@ class SimulatedWorker:
             self.num_drafts_accepted += len(tokens) - 1
             self.num_drafts_rejected += len(drafts) + 1 - len(tokens)
             sampled.append(tokens)
-            state.drafts = self.sequences.propose(state.row, self.num_spec_tokens)
+            state.drafts = self.sequences.propose(state.row, self.settings.num_spec_tokens)
             state.drafts_at = int(self.sequences.known[state.row])
         return sampled

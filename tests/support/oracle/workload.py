@@ -10,11 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from support.identity import MultiModalItem, PrefixIdentity, hash64
+from support.kv_configs import (
+    MAX_ENCODER_LENGTH,
+    AttentionKind,
+    full,
+    make_kv_cache_config,
+    smallest_pool,
+)
+from support.short_repr import ShortRepr
+
 from .engine import OracleEngine
 from .engine_config import OracleSettings
-from .identity import MultiModalItem, hash64
-from .models import MAX_ENCODER_LENGTH, AttentionKind, Full, make_kv_cache_config, smallest_pool
-from .short_repr import ShortRepr
 
 _PLACEHOLDER = 3
 _DEFAULTS = OracleSettings()
@@ -77,7 +84,7 @@ class Case(ShortRepr):
     The pool holds one request of the greatest length and ``extra_blocks`` more blocks.
     """
 
-    kinds: tuple[AttentionKind, ...] = (Full(),)
+    kinds: tuple[AttentionKind, ...] = (full(),)
     operations: tuple[Operation, ...] = ()
     settings: OracleSettings = _DEFAULTS
     extra_blocks: int = 0
@@ -97,8 +104,8 @@ def make_engine(manager_cls: Any, case: Case, check_integrity: bool = True) -> O
         case.kinds,
         case.num_blocks,
         case.retention_interval,
-        case.shuffle_groups,
-        case.flag_drafts,
+        shuffle_groups=case.shuffle_groups,
+        flag_drafts=case.flag_drafts,
     )
     return OracleEngine(manager_cls, config, case.settings, check_integrity)
 
@@ -156,11 +163,13 @@ def _add(engine: OracleEngine, add: Add, req_ids: list[str]) -> None:
     engine.add_request(
         prompt,
         add.max_tokens,
-        cache_salt=None if add.salt is None else f"salt{add.salt}",
-        lora_name=None if add.lora is None else f"lora{add.lora}",
+        PrefixIdentity(
+            cache_salt=None if add.salt is None else f"salt{add.salt}",
+            lora_name=None if add.lora is None else f"lora{add.lora}",
+            mm_items=tuple(items),
+        ),
         priority=add.priority,
         stop_tokens=range(max(vocab_size // 8, 1)) if add.stops else (),
-        mm_items=items,
         encoder_length=min(add.encoder, MAX_ENCODER_LENGTH),
     )
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from support.base_with_states import BaseWithStates
-from support.oracle import Chunked, Cross, Full, Mamba, OracleSettings, Sliding
+from support.kv_configs import AttentionKind, chunked, cross, full, mamba, mla, sliding
+from support.oracle import OracleSettings
 from support.oracle.workload import Add, Case, Run, random_operations, run_case
 from tools.compatibility import facts
 from tools.compatibility.architectures import CHECKPOINTS, all_architectures, examine
 from tools.compatibility.page import PAGE, WITH_CONTENT, kinds_with_content, served_together
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
@@ -84,33 +84,26 @@ def test_every_kind_is_known_to_the_tables() -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class MLA(Full):
-    def spec(self) -> KVCacheSpec:
-        return facts.spec_of("MLA")
-
-
-@dataclass(frozen=True, repr=False)
-class SlidingMLA(Sliding):
+class SlidingMLA(AttentionKind):
     def spec(self) -> Any:
         spec: Any = facts.spec_of("sliding MLA")
         return replace(spec, sliding_window=self.window)
 
 
-def states(caching: bool, checkpoints: bool = False) -> Mamba:
-    if caching:
-        return Mamba(16, 3, checkpoints=checkpoints)
-    return Mamba(facts.MAX_MODEL_LEN, 3, mode="none", checkpoints=checkpoints)
+def states(caching: bool, checkpoint_alignment: int | None = None) -> AttentionKind:
+    size, mode = (16, "align") if caching else (facts.MAX_MODEL_LEN, "none")
+    return mamba(size, 3, mode=mode, checkpoint_alignment=checkpoint_alignment)
 
 
 KINDS: dict[str, Callable[[bool], Any]] = {
-    "full": lambda _: Full(16),
-    "MLA": lambda _: MLA(16),
-    "sliding": lambda _: Sliding(40, 16, 3),
-    "sliding MLA": lambda _: SlidingMLA(33, 16, 2),
-    "chunked": lambda _: Chunked(48, 16, 3),
+    "full": lambda _: full(16),
+    "MLA": lambda _: mla(16),
+    "sliding": lambda _: sliding(40, 16, 3),
+    "sliding MLA": lambda _: SlidingMLA("sliding", 16, 2, window=33),
+    "chunked": lambda _: chunked(48, 16, 3),
     "Mamba": states,
-    CHECKPOINTS: lambda caching: states(caching, checkpoints=True),
-    "cross": lambda _: Cross(16, 2),
+    CHECKPOINTS: lambda caching: states(caching, checkpoint_alignment=1),
+    "cross": lambda _: cross(16, 2),
 }
 
 
@@ -120,12 +113,12 @@ def test_content_has_a_model_of_what_the_tables_say_it_has() -> None:
         assert type(make(True).spec()) is type(facts.spec_of(kind))
 
 
-@pytest.mark.parametrize("manager_cls", [BaseWithStates, ForkManager], ids=["base", "fork"])
+@pytest.mark.parametrize("manager_cls", [BaseWithStates, HybridManager], ids=["base", "hybrid"])
 @pytest.mark.parametrize(
     "kinds", kinds_with_content(PAGE.read_text()), ids=lambda kinds: ", ".join(sorted(kinds))
 )
 def test_content(kinds: frozenset[str], manager_cls: Any) -> None:
-    """What the fork serves of these kinds, with prefix caching and without."""
+    """What the hybrid manager serves of these kinds, with prefix caching and without."""
     num_played = 0
     for caching in (True, False):
         for served in served_together(kinds, caching):

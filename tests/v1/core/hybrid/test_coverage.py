@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fork leaves to base's manager, and what it says about it."""
+"""What the plugin leaves to base's manager, and what it says about it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,7 +104,7 @@ def test_states_that_differ_in_where_they_are_kept_are_base_s():
 
 
 def test_states_in_the_middle_of_a_step_with_unequal_block_sizes_are_base_s():
-    setup = KVSetup((full(32), mamba(16, checkpoints=True)), num_blocks=100)
+    setup = KVSetup((full(32), mamba(16, checkpoint_alignment=1)), num_blocks=100)
     facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)
     assert find_uncovered_feature(facts) == (
         "keeping Mamba states in the middle of a step with unequal block sizes "

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from support.by_hand import check, decode
+from support.by_hand import make_manager as make_any_manager
 from support.kv_configs import KVSetup, cross, full, sliding
 from support.requests import RequestPlan, make_request
 from vllm.v1.core.hybrid import KVCacheManager
@@ -24,7 +26,7 @@ def manager_class(request: pytest.FixtureRequest) -> Any:
 
 
 def make_manager(manager_class: Any, num_blocks: int = 100, kinds=WHISPER, **changes: Any) -> Any:
-    return KVSetup(kinds, num_blocks, caching=False, **changes).build(manager_class)
+    return make_any_manager(num_blocks, manager_class, kinds=kinds, caching=False, **changes)
 
 
 def new_request(name: str, num_tokens: int) -> Request:
@@ -42,23 +44,6 @@ def admit(manager: Any, req: Request, num_encoder_tokens: int, **changes: Any) -
     req.num_computed_tokens = req.num_tokens
     req.status = RequestStatus.RUNNING
     return [len(ids) for ids in new.get_block_ids()]
-
-
-def decode(manager: Any, req: Request, num_tokens: int) -> list[list[int]]:
-    """The numbers of new blocks per group in each step."""
-    counts = []
-    for _ in range(num_tokens):
-        req.append_output_token_ids(7)
-        new = manager.allocate_slots(req, 1, num_lookahead_tokens=0)
-        counts.append([len(ids) for ids in new.get_block_ids()])
-        req.num_computed_tokens += 1
-        check(manager)
-    return counts
-
-
-def check(manager: Any) -> None:
-    if isinstance(manager, KVCacheManager):
-        manager.check_integrity()
 
 
 def num_free(manager: Any) -> int:

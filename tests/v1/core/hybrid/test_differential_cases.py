@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from support.identity import MultiModalItem
 from support.kv_configs import AttentionKind, KVSetup, full, mla, sliding
 from support.manager_driver import ManagerDriver, Observation
-from support.requests import Image, RequestPlan
+from support.requests import RequestPlan
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 
@@ -46,7 +47,7 @@ def look_up(driver: ManagerDriver, plan: int) -> tuple[int, int, list[list[int]]
     return seen["hit"], seen["boundary"], seen["hit_nulls"]
 
 
-GEMMA = (full(16), sliding(33, 16, groups=5))
+GEMMA = (full(16), sliding(33, 16, num_groups=5))
 
 
 def test_gemma_like(manager_class: Any) -> None:
@@ -198,9 +199,9 @@ def test_salts_adapters_and_images_do_not_share(manager_class: Any) -> None:
         RequestPlan(path, salt="b"),
         RequestPlan(path, lora=1),
         RequestPlan(path, lora=2),
-        RequestPlan(path, images=(Image(35, "cat"),)),
-        RequestPlan(path, images=(Image(35, "dog"),)),
-        RequestPlan(path, images=(Image(36, "cat"),)),
+        RequestPlan(path, images=(MultiModalItem("cat", 35, 5),)),
+        RequestPlan(path, images=(MultiModalItem("dog", 35, 9),)),
+        RequestPlan(path, images=(MultiModalItem("cat", 36, 5),)),
         RequestPlan(path, skip_reading=True),
     ]
     driver = drive(manager_class, (full(16), sliding(17, 16)), *plans)

@@ -17,11 +17,11 @@ from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 
 MODELS: dict[str, tuple[AttentionKind, ...]] = {
-    "Gemma-like": (full(16), sliding(33, 16, groups=5)),
-    "many groups": (full(16, groups=2), sliding(65, 16, groups=10)),
-    "windows only": (sliding(65, 16, groups=6),),
-    "three types": (full(16), sliding(33, 16, groups=3), sliding(129, 16, groups=2)),
-    "unequal blocks": (full(16, groups=2), sliding(65, 32, groups=4)),
+    "Gemma-like": (full(16), sliding(33, 16, num_groups=5)),
+    "many groups": (full(16, num_groups=2), sliding(65, 16, num_groups=10)),
+    "windows only": (sliding(65, 16, num_groups=6),),
+    "three types": (full(16), sliding(33, 16, num_groups=3), sliding(129, 16, num_groups=2)),
+    "unequal blocks": (full(16, num_groups=2), sliding(65, 32, num_groups=4)),
 }
 NUM_PLANS = 24
 

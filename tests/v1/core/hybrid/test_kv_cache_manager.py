@@ -11,51 +11,11 @@ import weakref
 
 import pytest
 
+from support.by_hand import GEMMA, decode, held_pattern, make_manager, prefill, request
 from support.kv_configs import KVSetup, full, mla, sliding
-from support.prefix_hits import held_pattern
-from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 from vllm.v1.request import Request, RequestStatus
-
-GEMMA = (full(16), sliding(33, 16, 5))
-
-
-def make_manager(num_blocks: int = 1000, **changes: object) -> KVCacheManager:
-    arguments = {"kinds": GEMMA, "num_blocks": num_blocks, "retention": None} | changes
-    return KVSetup(**arguments).build(KVCacheManager)  # type: ignore[arg-type]
-
-
-def request(name: str, *path: tuple[int, int], **changes: object) -> Request:
-    plan = RequestPlan(path=path, **changes)  # type: ignore[arg-type]
-    return make_request(plan, name, block_hasher(16))
-
-
-def prefill(manager: KVCacheManager, req: Request, **changes: object) -> int | None:
-    """Admit a request with all its tokens; the length of its hit, or None if refused."""
-    blocks, num_hit, req.shared_prefix_boundary = manager.get_computed_blocks(req)
-    new = manager.allocate_slots(req, req.num_tokens - num_hit, num_hit, blocks, **changes)
-    manager.check_integrity()
-    if new is None:
-        return None
-    req.num_computed_tokens = req.num_tokens
-    req.status = RequestStatus.RUNNING
-    return num_hit
-
-
-def decode(manager: KVCacheManager, req: Request, num_tokens: int = 1) -> int:
-    """Decode steps; the number of physical blocks they allocated."""
-    free = manager.block_pool.get_num_free_blocks()
-    allocated = 0
-    for _ in range(num_tokens):
-        req.append_output_token_ids(7)
-        new = manager.allocate_slots(req, 1)
-        assert new is not None
-        allocated += sum(map(len, new.get_block_ids()))
-        req.num_computed_tokens += 1
-        manager.check_integrity()
-    assert manager.block_pool.get_num_free_blocks() >= free - allocated
-    return allocated
 
 
 def free(manager: KVCacheManager, *requests: Request) -> None:
@@ -111,12 +71,12 @@ def test_decode_allocates_at_block_boundaries_and_releases_what_leaves_the_windo
     req = request("r", (1, 30))
     prefill(manager, req)
     assert manager.block_pool.get_num_free_blocks() == 999 - 12
-    assert [decode(manager, req) for _ in range(4)] == [0, 0, 6, 0]
+    assert [decode(manager, req) for _ in range(4)] == [[[n] * 6] for n in (0, 0, 1, 0)]
     # At 48 computed tokens the next query reads positions 16 and later.
     decode(manager, req, 14)
     assert req.num_computed_tokens == 48
     assert held_pattern(manager, req) == ["xxx"] * 6
-    assert decode(manager, req) == 6
+    assert decode(manager, req) == [[1] * 6]
     assert held_pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
     free(manager, req)
     assert manager.usage == 0
@@ -269,7 +229,7 @@ def test_watermark_holds_back_newcomers_only():
     assert prefill(manager, a) is None  # 30 of 39 blocks
     assert prefill(manager, a, has_scheduled_reqs=False) == 0
     assert prefill(manager, b) is None
-    assert decode(manager, a) == 6
+    assert decode(manager, a) == [[1] * 6]
 
 
 def test_preempted_requests_resume_from_their_own_blocks():

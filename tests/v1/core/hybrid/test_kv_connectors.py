@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What KV connectors ask of the manager: slots for loads, block ids, and when to cache.
+"""What KV connectors need of the manager: slots for loads, block ids, and when to cache.
 
 By hand where the numbers say something, and against base's manager for random loads. Unless
 said otherwise as in test_kv_cache_manager: one full-attention group and five of window 33.
@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from support.by_hand import GEMMA, check, held_pattern, make_manager, request
 from support.kv_configs import KVSetup, chunked, full, sliding
 from support.oracle import OracleSettings
 from support.oracle.engine_config import make_vllm_config
-from support.prefix_hits import held_pattern
-from support.requests import RequestPlan, block_hasher, make_request
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core.hybrid import KVCacheManager
@@ -22,17 +21,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.request import Request, RequestStatus
-
-GEMMA = (full(16), sliding(33, 16, 5))
-
-
-def make_manager(num_blocks: int = 1000, manager_cls: Any = KVCacheManager, **changes: Any) -> Any:
-    arguments = {"kinds": GEMMA, "num_blocks": num_blocks, "retention": None} | changes
-    return KVSetup(**arguments).build(manager_cls)
-
-
-def request(name: str, *path: tuple[int, int]) -> Request:
-    return make_request(RequestPlan(path=path), name, block_hasher(16))
 
 
 def begin_load(manager: Any, req: Request, num_external: int, **changes: Any) -> int | None:
@@ -62,11 +50,6 @@ def end_load(manager: Any, req: Request) -> None:
     check(manager)
     req.num_computed_tokens = min(req.num_computed_tokens, req.num_tokens - 1)
     req.status = RequestStatus.WAITING
-
-
-def check(manager: Any) -> None:
-    if isinstance(manager, KVCacheManager):
-        manager.check_integrity()
 
 
 def test_a_load_beside_the_steps():
@@ -215,7 +198,9 @@ def test_blocks_as_a_connector_looks_at_them():
     assert [len(group) for group in (blocks + blocks).blocks] == [10] * 6
 
 
-@pytest.mark.parametrize("manager_cls", [BaseKVCacheManager, KVCacheManager], ids=["base", "fork"])
+@pytest.mark.parametrize(
+    "manager_cls", [BaseKVCacheManager, KVCacheManager], ids=["base", "hybrid"]
+)
 def test_what_a_drafter_reads_again_is_kept_of_a_load(manager_cls: Any) -> None:
     """Of two modules: as much as a hit at the load's end needs."""
     kinds = (full(16, draft=True), sliding(33, 16, 2, retained=1))

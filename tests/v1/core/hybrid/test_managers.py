@@ -3,25 +3,26 @@
 
 import pytest
 
-from support.kv_configs import AttentionKind, KVSetup, chunked, full, mamba, mla, sliding
-from support.prefix_hits import HASHES, cache, cache_states, hit_pattern, step_to
-from support.requests import RequestPlan, block_hasher, make_request
+from support.by_hand import (
+    HASHES,
+    cache,
+    cache_states,
+    hit_pattern,
+    make_coordinator,
+    request,
+    step_to,
+)
+from support.kv_configs import KVSetup, chunked, full, mamba, mla, sliding
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators import (
     HybridKVCacheCoordinator,
-    KVCacheCoordinator,
     KVCacheCoordinatorNoPrefixCache,
     UnitaryKVCacheCoordinator,
     create_coordinator,
 )
 from vllm.v1.core.hybrid.settings import CacheSettings
-
-
-def make_coordinator(*kinds: AttentionKind, **changes: object) -> KVCacheCoordinator:
-    setup = KVSetup(kinds=kinds, num_blocks=1000, **changes)  # type: ignore[arg-type]
-    return setup.build(KVCacheManager).coordinator
 
 
 @pytest.mark.parametrize("kind", [full(16), mla(16)])
@@ -250,15 +251,15 @@ def test_a_step_takes_one_state_however_long_it_is():
     ],
 )
 def test_a_state_in_the_middle_of_a_step(retention, num_tokens, start, end, expected):
-    manager = KVSetup((mamba(16, checkpoints=True), full(16)), 100, retention=retention).build(
-        KVCacheManager
-    )
-    request = make_request(RequestPlan(path=((1, num_tokens),)), "r", block_hasher(16))
+    manager = KVSetup(
+        (mamba(16, checkpoint_alignment=1), full(16)), 100, retention=retention
+    ).build(KVCacheManager)
+    req = request("r", (1, num_tokens))
     if start:
-        manager.allocate_slots(request, start)
-        request.num_computed_tokens = start
+        manager.allocate_slots(req, start)
+        req.num_computed_tokens = start
     free = manager.block_pool.get_num_free_blocks()
-    slots = manager.allocate_slots(request, end - start)
+    slots = manager.allocate_slots(req, end - start)
     states, attention = slots.get_block_ids()
     assert "".join("x" if block_id else "." for block_id in states) == expected
     num_new = expected.count("x") + len(attention)
@@ -286,9 +287,7 @@ def test_states_that_can_serve_a_hit(retention, boundaries, expected):
 
 def test_a_state_can_be_hit_from_the_step_after_the_one_that_writes_it():
     manager = KVSetup((full(16), mamba(16)), 100).build(KVCacheManager)
-    requests = [
-        make_request(RequestPlan(path=((1, 40), (i, 5))), f"r{i}", block_hasher(16)) for i in (2, 3)
-    ]
+    requests = [request(f"r{i}", (1, 40), (i, 5)) for i in (2, 3)]
     manager.new_step_starts()
     assert manager.allocate_slots(requests[0], 32) is not None
     for in_time in (False, True):
@@ -306,15 +305,15 @@ def test_next_event_is_the_first_thing_that_can_happen():
     coordinator = make_coordinator(full(16), sliding(33, 16))
     blocks = coordinator.blocks_of("r")
     assert blocks.next_event() == 0
-    request = make_request(RequestPlan(path=((1, 100),)), "r", block_hasher(16))
+    req = request("r", (1, 100))
     coordinator.allocate("r", blocks, step_to(40))
     coordinator.release_skipped(blocks, 0)
     assert blocks.next_event() == 0  # nothing has been cached yet
-    coordinator.cache_blocks(request, blocks, 40)
+    coordinator.cache_blocks(req, blocks, 40)
     assert (blocks.next_slots, blocks.next_cached, blocks.next_released) == (49, 48, 48)
     assert blocks.next_event() == 48  # the third block is full
     coordinator.allocate("r", blocks, step_to(100))
-    coordinator.cache_blocks(request, blocks, 63)
+    coordinator.cache_blocks(req, blocks, 63)
     # A step that begins with 48 tokens processed releases the first block, and ends with 49.
     assert (blocks.next_slots, blocks.next_cached, blocks.next_event()) == (113, 64, 49)
     coordinator.release_skipped(blocks, 48)

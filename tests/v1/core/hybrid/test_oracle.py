@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a scheduler does to a KV cache, one feature at a time, under the content oracle.
 
-Every test runs base's manager too: what it reports about the fork is not the oracle's mood.
+Every test runs base's manager too, which shows that the oracle raises no false alarm.
 """
 
 import random
@@ -10,21 +10,14 @@ from typing import Any
 
 import pytest
 
-from support.oracle import (
-    Chunked,
-    Full,
-    MultiModalItem,
-    OracleEngine,
-    OracleSettings,
-    Sliding,
-    make_kv_cache_config,
-    smallest_pool,
-)
+from support.identity import MultiModalItem, PrefixIdentity
+from support.kv_configs import chunked, full, make_kv_cache_config, sliding, smallest_pool
+from support.oracle import OracleEngine, OracleSettings
 
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
 
-GEMMA = (Sliding(40, 16, 5), Full(16))
+GEMMA = (sliding(40, 16, 5), full(16))
 
 #: How steps are scheduled and their outputs come back.
 PIPELINES = {
@@ -58,7 +51,9 @@ def make_engine(
     num_blocks = extra_blocks + smallest_pool(
         kinds, settings.max_model_len, settings.max_in_flight_tokens
     )
-    config = make_kv_cache_config(kinds, num_blocks, retention_interval, shuffle_groups)
+    config = make_kv_cache_config(
+        kinds, num_blocks, retention_interval, shuffle_groups=shuffle_groups
+    )
     return OracleEngine(manager_cls, config, settings)
 
 
@@ -136,7 +131,7 @@ def test_answers_end_while_steps_are_in_flight(manager_cls: Any, pipeline: Oracl
 def test_abort_at_every_point(
     manager_cls: Any, pipeline: OracleSettings, during_step: bool
 ) -> None:
-    kinds = (Sliding(20, 8, 2), Full(8))
+    kinds = (sliding(20, 8, 2), full(8))
     for point in range(14):
         engine = make_engine(
             manager_cls,
@@ -218,20 +213,26 @@ def test_duplicates_in_one_step(manager_cls: Any, pipeline: OracleSettings) -> N
 
 @pytest.mark.parametrize(
     "difference",
-    [{"cache_salt": "a"}, {"cache_salt": "b"}, {"lora_name": "adapter-1"}, {"lora_name": "b"}],
+    [
+        PrefixIdentity(cache_salt="a"),
+        PrefixIdentity(cache_salt="b"),
+        PrefixIdentity(lora_name="adapter-1"),
+        PrefixIdentity(lora_name="b"),
+    ],
     ids=str,
 )
 def test_salts_and_adapters_do_not_share(
-    manager_cls: Any, pipeline: OracleSettings, difference: dict[str, str]
+    manager_cls: Any, pipeline: OracleSettings, difference: PrefixIdentity
 ) -> None:
     engine = make_engine(manager_cls, pipeline)
     # Running side by side, and again from the cache.
-    for other in ({}, {"cache_salt": "c"}, {"lora_name": "adapter-2"}):
-        engine.add_request(tokens(50), max_tokens=20, **other)
-    engine.add_request(tokens(50), max_tokens=20, **difference)
+    others = PrefixIdentity(), PrefixIdentity(cache_salt="c"), PrefixIdentity(lora_name="adapter-2")
+    for other in others:
+        engine.add_request(tokens(50), 20, other)
+    engine.add_request(tokens(50), 20, difference)
     engine.run_until_done()
     assert engine.tokens_from_cache == 0
-    engine.add_request(tokens(50), max_tokens=20, **difference)
+    engine.add_request(tokens(50), 20, difference)
     engine.run_until_done()
     assert engine.tokens_from_cache == 48
     assert engine.submissions["r3"].outputs == engine.submissions["r4"].outputs
@@ -242,14 +243,14 @@ def test_images_do_not_share(manager_cls: Any, pipeline: OracleSettings) -> None
     engine = make_engine(manager_cls, pipeline)
     prompt = tokens(20) + [7] * 40 + tokens(20, seed=1)
     for name in ("cat", "dog", "cat", "dog"):
-        engine.add_request(prompt, mm_items=[MultiModalItem(name, offset=20, length=40)])
+        image = MultiModalItem(name, offset=20, length=40)
+        engine.add_request(prompt, identity=PrefixIdentity(mm_items=(image,)))
         engine.run_until_done()
     # The second image shares the block before it; the others repeat one of the two.
     assert engine.tokens_from_cache == 16 + 64 + 64
     # The same image, one position later.
-    engine.add_request(
-        tokens(21) + [7] * 40 + tokens(20, seed=1), mm_items=[MultiModalItem("cat", 21, 40)]
-    )
+    identity = PrefixIdentity(mm_items=(MultiModalItem("cat", 21, 40),))
+    engine.add_request(tokens(21) + [7] * 40 + tokens(20, seed=1), identity=identity)
     engine.run_until_done()
     assert engine.tokens_from_cache == 16 + 64 + 64 + 16
 
@@ -305,7 +306,7 @@ def test_caching_off(manager_cls: Any, pipeline: OracleSettings) -> None:
 def test_requests_that_do_not_read_the_cache(manager_cls: Any, pipeline: OracleSettings) -> None:
     engine = make_engine(manager_cls, pipeline)
     for skip in (False, True, False):
-        engine.add_request(tokens(50), skip_reading_prefix_cache=skip)
+        engine.add_request(tokens(50), skip_reading=skip)
         engine.run_until_done()
     assert engine.tokens_from_cache == 48
 
@@ -345,7 +346,7 @@ def test_speculative_decoding(manager_cls: Any, name: str, num_lookahead_tokens:
 
 
 def test_chunked_local_attention(manager_cls: type, pipeline: OracleSettings) -> None:
-    engine = make_engine(manager_cls, pipeline, (Full(16), Chunked(48, 16, 3)), extra_blocks=20)
+    engine = make_engine(manager_cls, pipeline, (full(16), chunked(48, 16, 3)), extra_blocks=20)
     for i in range(8):
         engine.add_request(tokens(70, seed=i % 3), max_tokens=90)
     engine.run_until_done()

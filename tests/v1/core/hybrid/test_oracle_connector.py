@@ -7,43 +7,37 @@ evicted, both managers must come to the very same run.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support.oracle import (
-    Chunked,
-    Full,
-    OracleEngine,
-    OracleFault,
-    OracleSettings,
-    ReadFault,
-    Sliding,
-)
+from support.kv_configs import chunked, full, sliding
+from support.oracle import OracleEngine, OracleFault, OracleSettings, ReadFault
 from support.oracle.connector import ConnectorSettings
-from support.oracle.planted_connector_faults import (
-    caches_a_failed_load,
-    caches_what_is_still_loaded,
-    frees_a_request_that_loads,
-    gives_a_load_the_slots_before_it,
-    releases_what_is_sent,
-    zeroes_what_is_still_loaded,
+from support.oracle.planted_faults import plant
+from support.oracle.planted_feature_faults import (
+    CachesAFailedLoad,
+    CachesWhatIsStillLoaded,
+    FreesARequestThatLoads,
+    GivesALoadTheSlotsBeforeIt,
+    ReleasesWhatIsSent,
+    ZeroesWhatIsStillLoaded,
 )
 from support.oracle.workload import Add, Case, Operation, Reset, Run, random_operations, run_case
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
 
 MODELS = {
-    "full attention": (Full(16),),
-    "Gemma": (Full(16), Sliding(40, 16, 5)),
-    "windows only": (Sliding(40, 16, 2),),
-    "chunks": (Full(16), Chunked(48, 16, 3)),
-    "unequal block sizes": (Full(8), Sliding(24, 16, 2)),
-    "three types, zeroed blocks": (Full(16, 1, True), Sliding(33, 16, 2), Sliding(70, 16)),
+    "full attention": (full(16),),
+    "Gemma": (full(16), sliding(40, 16, 5)),
+    "windows only": (sliding(40, 16, 2),),
+    "chunks": (full(16), chunked(48, 16, 3)),
+    "unequal block sizes": (full(8), sliding(24, 16, 2)),
+    "three types, zeroed blocks": (full(16, dtype="float32"), sliding(33, 16, 2), sliding(70, 16)),
 }
 PIPELINES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -111,7 +105,7 @@ def test_the_same_as_base_in_a_large_pool(
         fails=3 * asynchronous,
         whole_prompts=False,
     )
-    runs = [run_case(manager_cls, one) for manager_cls in (BaseManager, ForkManager)]
+    runs = [run_case(manager_cls, one) for manager_cls in (BaseManager, HybridManager)]
     seen = [
         (
             run.num_schedules,
@@ -139,7 +133,7 @@ def test_the_same_as_base_in_a_large_pool(
 def test_small_pools(kinds: Any, pipeline: str, asynchronous: bool, seed: int) -> None:
     """Room for one of the longest requests: transfers hold blocks while others are preempted."""
     one = case(kinds, pipeline, seed, 2, asynchronous=asynchronous)
-    run = run_case(ForkManager, one)
+    run = run_case(HybridManager, one)
     assert connector_of(run).num_tokens_loaded > 20
     assert connector_of(run).num_sends > 2
 
@@ -148,11 +142,11 @@ def test_small_pools(kinds: Any, pipeline: str, asynchronous: bool, seed: int) -
 def test_blocks_that_failed_to_load_are_computed(pipeline: str) -> None:
     """With one KV cache group a connector can tell which blocks it failed for."""
     for seed in range(4):
-        one = case((Full(16),), pipeline, seed, ROOMY, fails=2, names_blocks=True)
-        base, fork = (run_case(cls, one) for cls in (BaseManager, ForkManager))
-        assert fork.num_schedules == base.num_schedules
-        assert fork.tokens_from_cache == base.tokens_from_cache
-        assert connector_of(fork).num_failed == connector_of(base).num_failed > 0
+        one = case((full(16),), pipeline, seed, ROOMY, fails=2, names_blocks=True)
+        base, ours = (run_case(cls, one) for cls in (BaseManager, HybridManager))
+        assert ours.num_schedules == base.num_schedules
+        assert ours.tokens_from_cache == base.tokens_from_cache
+        assert connector_of(ours).num_failed == connector_of(base).num_failed > 0
 
 
 #: Requests with prompts around the lengths where a block leaves the window of the last token.
@@ -166,38 +160,38 @@ WHOLE_PROMPTS = tuple(
 def test_the_window_of_the_last_token_of_a_whole_prompt() -> None:
     """It is computed again after the load, and so reads one token more than the next one."""
     one = Case(
-        kinds=(Full(16), Sliding(40, 16, 2)),
+        kinds=(full(16), sliding(40, 16, 2)),
         operations=WHOLE_PROMPTS,
         extra_blocks=ROOMY,
         settings=OracleSettings(connector=ConnectorSettings(sends=False)),
     )
-    run = run_case(ForkManager, one)
+    run = run_case(HybridManager, one)
     assert connector_of(run).num_tokens_loaded > 100
     with pytest.raises(ReadFault, match="from block 0, which is the null block"):
         run_case(BaseManager, one)
 
 
 @pytest.mark.parametrize(
-    ("plant", "kinds", "connector"),
+    ("fault", "kinds", "connector"),
     [
-        (caches_what_is_still_loaded, MODELS["Gemma"], {}),
-        (zeroes_what_is_still_loaded, MODELS["three types, zeroed blocks"], {}),
-        (frees_a_request_that_loads, MODELS["Gemma"], {}),
-        (gives_a_load_the_slots_before_it, MODELS["Gemma"], {"asynchronous": False}),
-        (caches_a_failed_load, MODELS["full attention"], {"fails": 2, "names_blocks": True}),
-        (releases_what_is_sent, MODELS["Gemma"], {}),
+        (CachesWhatIsStillLoaded, MODELS["Gemma"], {}),
+        (ZeroesWhatIsStillLoaded, MODELS["three types, zeroed blocks"], {}),
+        (FreesARequestThatLoads, MODELS["Gemma"], {}),
+        (GivesALoadTheSlotsBeforeIt, MODELS["Gemma"], {"asynchronous": False}),
+        (CachesAFailedLoad, MODELS["full attention"], {"fails": 2, "names_blocks": True}),
+        (ReleasesWhatIsSent, MODELS["Gemma"], {}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_planted_faults_are_found(
-    manager_cls: Any, plant: Callable[[type], type], kinds: Any, connector: dict[str, Any]
+    manager_cls: Any, fault: type, kinds: Any, connector: dict[str, Any]
 ) -> None:
     """What would be wrong answers in a server, with either manager."""
     for seed in range(12):
         one = case(kinds, "plain", seed, ROOMY, whole_prompts=False, **connector)
         run_case(manager_cls, one)
         try:
-            run_case(plant(manager_cls), one, check_integrity=False)
+            run_case(plant(fault, manager_cls), one, check_integrity=False)
         except (OracleFault, AssertionError, KeyError, ValueError):
             return
-    pytest.fail(f"{plant.__name__} was not found")
+    pytest.fail(f"{fault.__name__} was not found")

@@ -6,39 +6,35 @@ steps. Nothing is ever cached, so both managers must come to the very same run.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from support.kv_configs import cross, full, make_kv_cache_config, mamba, sliding
 from support.oracle import (
-    Cross,
-    Full,
     InFlightFault,
-    Mamba,
     OracleEngine,
     OracleFault,
     OracleSettings,
     ReadFault,
-    Sliding,
     WriteFault,
-    make_kv_cache_config,
-)
-from support.oracle.planted_encoder_faults import (
-    ENCODER_PLANTERS,
-    allocates_an_encoder_slot_too_few,
-    allocates_the_encoders_blocks_by_decoder_tokens,
-    frees_the_encoders_blocks_after_the_first_step,
-    gives_out_the_encoder_blocks_of_another_request,
-    keeps_encoder_blocks_after_preemption,
 )
 from support.oracle.planted_faults import (
-    allocates_a_slot_too_few,
-    frees_a_request_a_step_early,
-    gives_out_a_block_of_another_request,
-    never_frees,
+    AllocatesASlotTooFew,
+    FreesARequestAStepEarly,
+    GivesOutABlockOfAnotherRequest,
+    NeverFrees,
+    plant,
+)
+from support.oracle.planted_feature_faults import (
+    ENCODER_FAULTS,
+    AllocatesAnEncoderSlotTooFew,
+    AllocatesTheEncodersBlocksByDecoderTokens,
+    FreesTheEncodersBlocksAfterTheFirstStep,
+    GivesOutTheEncoderBlocksOfAnotherRequest,
+    KeepsEncoderBlocksAfterPreemption,
 )
 from support.oracle.workload import (
     Abort,
@@ -53,7 +49,7 @@ from support.oracle.workload import run_case as run_any_case
 from support.plugin_state import plugin_state_restored
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.hybrid.plugin import activate
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 from vllm.v1.outputs import ModelRunnerOutput
@@ -76,13 +72,13 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 MODELS = {
-    "Whisper": (Full(), Cross()),
-    "several groups": (Cross(num_groups=3), Full(num_groups=2)),
-    "sliding windows": (Sliding(20, 8, 2), Cross(8), Full(8)),
-    "larger encoder blocks": (Full(8), Cross(32, 2)),
-    "block sizes that do not divide": (Cross(6), Full(4, 2)),
-    "two precisions, zeroed blocks": (Full(), Cross(half_precision=True)),
-    "Mamba": (Mamba(256, mode="none"), Cross(), Full()),
+    "Whisper": (full(), cross()),
+    "several groups": (cross(num_groups=3), full(num_groups=2)),
+    "sliding windows": (sliding(20, 8, 2), cross(8), full(8)),
+    "larger encoder blocks": (full(8), cross(32, 2)),
+    "block sizes that do not divide": (cross(6), full(4, 2)),
+    "two precisions, zeroed blocks": (full(), cross(dtype="float32")),
+    "Mamba": (mamba(256, mode="none"), cross(), full()),
 }
 
 
@@ -108,13 +104,13 @@ def kinds(request: pytest.FixtureRequest) -> tuple:
 def run_case(case: Case, check_integrity: bool = True) -> OracleEngine:
     """Run a case with both managers; one that reads nothing of an encoder tells nothing."""
     base = run_any_case(BaseManager, case, check_integrity)
-    fork = run_any_case(ForkManager, case, check_integrity)
-    assert fork.encoder_reads_checked == base.encoder_reads_checked > 0
-    assert fork.reads_checked == base.reads_checked
-    assert fork.num_preemptions == base.num_preemptions
-    assert fork.num_schedules == base.num_schedules
-    assert fork.tokens_from_cache == base.tokens_from_cache == 0
-    return fork
+    ours = run_any_case(HybridManager, case, check_integrity)
+    assert ours.encoder_reads_checked == base.encoder_reads_checked > 0
+    assert ours.reads_checked == base.reads_checked
+    assert ours.num_preemptions == base.num_preemptions
+    assert ours.num_schedules == base.num_schedules
+    assert ours.tokens_from_cache == base.tokens_from_cache == 0
+    return ours
 
 
 def test_every_step_reads_all_of_the_encoder(pipeline: dict[str, Any]) -> None:
@@ -126,7 +122,7 @@ def test_every_step_reads_all_of_the_encoder(pipeline: dict[str, Any]) -> None:
         Add(tail=20, max_tokens=9),
     )
     settings = replace(SETTINGS, **pipeline)
-    engine = run_case(Case((Full(), Cross(num_groups=2)), operations, settings, ROOMY))
+    engine = run_case(Case((full(), cross(num_groups=2)), operations, settings, ROOMY))
     # A third step in flight is scheduled before the end is known.
     extra = settings.steps_in_flight == 2
     assert engine.encoder_reads_checked == 2 * ((5 + extra) * 50 + (3 + extra) * 100)
@@ -206,7 +202,7 @@ def test_prefix_caching_asked_for(pipeline_name: str) -> None:
     without = run_case(Case(MODELS["Whisper"], operations, settings, ROOMY))
     caching = replace(settings, enable_prefix_caching=True)
     case = Case(MODELS["Whisper"], operations, caching, ROOMY)
-    engine = run_any_case(ForkManager, case)
+    engine = run_any_case(HybridManager, case)
     assert engine.encoder_reads_checked == without.encoder_reads_checked
     assert engine.tokens_from_cache == 0
     with pytest.raises(NotImplementedError, match="does not support caching"):
@@ -225,43 +221,43 @@ def exposing_case(seed: int) -> Case:
 
 
 @pytest.mark.parametrize(
-    "planter",
+    "fault",
     [
-        *ENCODER_PLANTERS,
-        allocates_a_slot_too_few,
-        frees_a_request_a_step_early,
-        gives_out_a_block_of_another_request,
-        never_frees,
+        *ENCODER_FAULTS,
+        AllocatesASlotTooFew,
+        FreesARequestAStepEarly,
+        GivesOutABlockOfAnotherRequest,
+        NeverFrees,
     ],
-    ids=lambda planter: planter.__name__,
+    ids=lambda fault: fault.__name__,
 )
-def test_planted_fault_is_found(manager_cls: Any, planter: Callable[[type], type]) -> None:
+def test_planted_fault_is_found(manager_cls: Any, fault: type) -> None:
     """Without checks of block tables: what is read and written must give it away."""
     for seed in range(30):
         try:
-            run_any_case(planter(manager_cls), exposing_case(seed), False)
+            run_any_case(plant(fault, manager_cls), exposing_case(seed), False)
         except OracleFault:
             # The fault, and not the case, was the reason.
             run_case(exposing_case(seed), False)
             return
         except Exception:
             continue
-    pytest.fail(f"{planter.__doc__} The oracle does not notice.")
+    pytest.fail(f"{fault.__doc__} The oracle does not notice.")
 
 
 def fails(
     manager_cls: Any,
-    planter: Callable[[type], type],
-    case: Case,
     fault: type,
+    case: Case,
+    error: type,
     message: str,
     check_held: bool = False,
 ) -> None:
     """A case is fine, and a fault in it is found for this reason."""
     run_case(case)
-    engine = make_engine(planter(manager_cls), case, check_integrity=False)
+    engine = make_engine(plant(fault, manager_cls), case, check_integrity=False)
     engine._check_held = check_held
-    with pytest.raises(fault, match=message):
+    with pytest.raises(error, match=message):
         for operation in case.operations:
             apply(engine, operation)
         engine.run_until_done()
@@ -274,7 +270,7 @@ PLAIN = Case(MODELS["Whisper"], TWO, SETTINGS, ROOMY)
 def test_another_requests_encoder(manager_cls: Any) -> None:
     fails(
         manager_cls,
-        gives_out_the_encoder_blocks_of_another_request,
+        GivesOutTheEncoderBlocksOfAnotherRequest,
         PLAIN,
         ReadFault,
         r"r0, group 1, reads encoder position 0 \(computing 22 to 22\) from block \d+, which "
@@ -285,22 +281,22 @@ def test_another_requests_encoder(manager_cls: Any) -> None:
 def test_encoder_slots_that_are_missing(manager_cls: Any) -> None:
     case = replace(PLAIN, operations=(Add(tail=20, max_tokens=2, encoder=65),))
     message = r"r0 needs 65 slots, its 4 blocks of groups \[1\] have 64"
-    fails(manager_cls, allocates_an_encoder_slot_too_few, case, WriteFault, message)
+    fails(manager_cls, AllocatesAnEncoderSlotTooFew, case, WriteFault, message)
     message = r"r0 needs 65 slots, its 2 blocks of groups \[1\] have 32"
-    fails(manager_cls, allocates_the_encoders_blocks_by_decoder_tokens, case, WriteFault, message)
+    fails(manager_cls, AllocatesTheEncodersBlocksByDecoderTokens, case, WriteFault, message)
 
 
 def test_encoder_blocks_freed_too_early(manager_cls: Any) -> None:
     """Found at once, in a pool where nobody takes the blocks; and where somebody does."""
-    planter = frees_the_encoders_blocks_after_the_first_step
-    fails(manager_cls, planter, PLAIN, InFlightFault, "the manager holds", check_held=True)
-    fails(manager_cls, planter, replace(PLAIN, extra_blocks=0), OracleFault, "r0")
+    fault = FreesTheEncodersBlocksAfterTheFirstStep
+    fails(manager_cls, fault, PLAIN, InFlightFault, "the manager holds", check_held=True)
+    fails(manager_cls, fault, replace(PLAIN, extra_blocks=0), OracleFault, "r0")
 
 
 def test_the_encoder_blocks_from_before_a_preemption(manager_cls: Any) -> None:
     operations = tuple(Add(tail=60, max_tokens=120, encoder=100) for _ in range(4))
     case = replace(PLAIN, operations=operations, extra_blocks=6)
-    fails(manager_cls, keeps_encoder_blocks_after_preemption, case, OracleFault, "group")
+    fails(manager_cls, KeepsEncoderBlocksAfterPreemption, case, OracleFault, "group")
 
 
 # Models without KV cache: sentence encoders and the like, which compute a prompt at once.
@@ -317,14 +313,14 @@ def test_a_model_without_kv_cache(pipeline_name: str, caching: bool) -> None:
         operations += [Add(tail=40 + i, max_tokens=1 + i % 2), Run(1, abort=i if i == 3 else None)]
     case = Case((), (*operations, Abort(7)), settings)
     assert case.num_blocks == 1
-    fork = run_any_case(ForkManager, case)
-    assert fork.worker.num_steps > 8
-    assert sum(s.finished for s in fork.submissions.values()) >= 6
+    ours = run_any_case(HybridManager, case)
+    assert ours.worker.num_steps > 8
+    assert sum(s.finished for s in ours.submissions.values()) >= 6
     if caching:
         with pytest.raises(AssertionError, match="at least one cacheable group"):
             run_any_case(BaseManager, case)
     else:
-        assert run_any_case(BaseManager, case).num_schedules == fork.num_schedules
+        assert run_any_case(BaseManager, case).num_schedules == ours.num_schedules
 
 
 @pytest.mark.parametrize("manager", [None, BaseManager], ids=["chosen by the plugin", "base"])
@@ -332,12 +328,12 @@ def test_an_attention_free_model(manager: Any) -> None:
     """As Prithvi asks: a token in place of an image of no tokens, and a tensor in return.
 
     Base's path for such models needs no more of its manager than that it gives no blocks; with
-    the plugin it is the fork's.
+    the plugin it is the hybrid manager.
     """
     with plugin_state_restored():
         activate()
         engine = OracleEngine(manager, make_kv_cache_config((), 1), SETTINGS)
-    assert (type(engine.manager) is ForkManager) == (manager is None)
+    assert (type(engine.manager) is HybridManager) == (manager is None)
     scheduler = engine.scheduler
     for i in range(3):
         image = MultiModalFeatureSpec(None, "image", f"image {i}", PlaceholderRange(0, 0))

@@ -2,37 +2,41 @@
 """The content oracle finds planted faults, and its parts are right."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from support.identity import MultiModalItem, PrefixIdentity, expected_tokens
+from support.kv_configs import (
+    AttentionKind,
+    chunked,
+    cross,
+    full,
+    kind_of,
+    make_kv_cache_config,
+    mamba,
+    sliding,
+    smallest_pool,
+)
 from support.oracle import (
-    Full,
     InFlightFault,
-    MultiModalItem,
     OracleFault,
     OracleSettings,
     OutcomeFault,
-    PrefixIdentity,
     ReadFault,
-    Sliding,
     WriteFault,
-    expected_tokens,
-    make_kv_cache_config,
-    smallest_pool,
 )
 from support.oracle.device_memory import DeviceMemory
 from support.oracle.engine import OracleEngine
 from support.oracle.planted_faults import (
-    PLANTERS,
-    forgets_steps_in_flight,
-    frees_window_blocks_a_step_early,
-    window_short_by_a_token,
+    FAULTS,
+    ForgetsStepsInFlight,
+    FreesWindowBlocksAStepEarly,
+    WindowShortByAToken,
+    plant,
 )
-from support.oracle.read_rules import ReadAll, ReadChunk, ReadWindow, read_rule
 from support.oracle.sequences import Sequences
 from support.oracle.workload import Abort, Add, Case, Reset, Run, random_operations, run_case
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
@@ -59,7 +63,7 @@ def exposing_case(seed: int) -> Case:
         steps_in_flight=int(async_scheduling),
     )
     return Case(
-        (Sliding(34, 16, 2), Full(16), Sliding(5, 16)),
+        (sliding(34, 16, 2), full(16), sliding(5, 16)),
         tuple(random_operations(rng, 60, settings.max_model_len)),
         settings,
         extra_blocks=rng.choice((0, 20, 200)),
@@ -67,9 +71,9 @@ def exposing_case(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("planter", PLANTERS, ids=lambda planter: planter.__name__)
-def test_planted_fault_is_found(manager_cls: Any, planter: Callable[[type], type]) -> None:
-    faulty_cls = planter(manager_cls)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_fault_is_found(manager_cls: Any, fault: type) -> None:
+    faulty_cls = plant(fault, manager_cls)
     for seed in range(40):
         try:
             # Without the manager's own check: the oracle alone must find it.
@@ -79,25 +83,23 @@ def test_planted_fault_is_found(manager_cls: Any, planter: Callable[[type], type
         except Exception:
             # The manager or the scheduler tripped over it first.
             continue
-    pytest.fail(f"{planter.__doc__} The oracle does not notice.")
+    pytest.fail(f"{fault.__doc__} The oracle does not notice.")
 
 
 @pytest.mark.parametrize(
-    "planter",
-    [window_short_by_a_token, frees_window_blocks_a_step_early, forgets_steps_in_flight],
-    ids=lambda planter: planter.__name__,
+    "fault",
+    [WindowShortByAToken, FreesWindowBlocksAStepEarly, ForgetsStepsInFlight],
+    ids=lambda fault: fault.__name__,
 )
-def test_early_release_is_found_before_reuse(
-    manager_cls: Any, planter: Callable[[type], type]
-) -> None:
+def test_early_release_is_found_before_reuse(manager_cls: Any, fault: type) -> None:
     """In a pool so large that the released blocks are not handed out again."""
     settings = OracleSettings(async_scheduling=True, steps_in_flight=1, max_num_batched_tokens=20)
     case = Case(
-        (Full(16), Sliding(17, 16, 2)), (Add(tail=60, max_tokens=60),), settings, extra_blocks=5000
+        (full(16), sliding(17, 16, 2)), (Add(tail=60, max_tokens=60),), settings, extra_blocks=5000
     )
     run_case(manager_cls, case)
     with pytest.raises(InFlightFault, match="the manager holds"):
-        run_case(planter(manager_cls), case)
+        run_case(plant(fault, manager_cls), case)
 
 
 def test_no_false_alarm(manager_cls: Any) -> None:
@@ -113,7 +115,7 @@ def test_a_fault_is_described() -> None:
             # The second request gets the first one's only block.
             return super().get_blocks("r0")
 
-    kinds = (Full(4),)
+    kinds = (full(4),)
     config = make_kv_cache_config(kinds, smallest_pool(kinds, 8, 8) + 4)
     engine = OracleEngine(Faulty, config, OracleSettings(max_model_len=8, max_num_batched_tokens=8))
     engine.add_request([1, 2], max_tokens=2)
@@ -149,7 +151,7 @@ def test_a_request_that_never_fits_is_stuck() -> None:
 
 def test_cases_print_as_programs() -> None:
     case = Case(
-        kinds=(Full(8), Sliding(9, 8, 2)),
+        kinds=(full(8), sliding(9, 8, 2)),
         operations=(Add(tail=5, salt=1), Run(2, abort=0), Abort(1), Reset(True)),
         settings=OracleSettings(max_num_seqs=3),
         extra_blocks=7,
@@ -257,11 +259,11 @@ def test_writes_that_must_not_be() -> None:
 
 def test_first_reads() -> None:
     starts = np.array([0, 3, 4, 5, 17])
-    assert ReadAll().first_read(starts).tolist() == [0, 0, 0, 0, 0]
+    assert full().first_read(starts).tolist() == [0, 0, 0, 0, 0]
     # Position 4 of a window of 4 reads 1, 2, 3 and itself.
-    assert ReadWindow(4).first_read(starts).tolist() == [0, 0, 1, 2, 14]
-    assert ReadWindow(1).first_read(starts).tolist() == starts.tolist()
-    assert ReadChunk(4).first_read(starts).tolist() == [0, 0, 4, 4, 16]
+    assert sliding(4).first_read(starts).tolist() == [0, 0, 1, 2, 14]
+    assert sliding(1).first_read(starts).tolist() == starts.tolist()
+    assert chunked(4).first_read(starts).tolist() == [0, 0, 4, 4, 16]
 
 
 def test_rules_of_specs() -> None:
@@ -271,12 +273,25 @@ def test_rules_of_specs() -> None:
         "head_size": 8,
         "dtype": torch.float32,
     }
-    assert read_rule(FullAttentionSpec(**shape)) == ReadAll()
-    assert read_rule(MLAAttentionSpec(**shape)) == ReadAll()
-    assert read_rule(FullAttentionSpec(**shape, sliding_window=7)) == ReadWindow(7)
-    assert read_rule(SlidingWindowSpec(**shape, sliding_window=9)) == ReadWindow(9)
-    chunked = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=32)
-    assert read_rule(chunked) == ReadChunk(32)
-    mamba = MambaSpec(block_size=16, shapes=((1, 1),), dtypes=(torch.float32,))
+    assert kind_of(FullAttentionSpec(**shape)) == full(16)
+    assert kind_of(MLAAttentionSpec(**shape)) == full(16)
+    assert kind_of(FullAttentionSpec(**shape, sliding_window=7)) == sliding(7, 16)
+    assert kind_of(SlidingWindowSpec(**shape, sliding_window=9)) == sliding(9, 16)
+    chunks = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=32)
+    assert kind_of(chunks) == chunked(32, 16)
+    states = MambaSpec(
+        block_size=16, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="all"
+    )
     with pytest.raises(NotImplementedError, match="MambaSpec"):
-        read_rule(mamba)
+        kind_of(states)
+
+
+@pytest.mark.parametrize("kind", [full(), sliding(4), sliding(1), chunked(4), mamba(4), cross()])
+def test_rules_take_integers_and_arrays(kind: AttentionKind) -> None:
+    """One judge asks for a request at a time, the other for all of a step."""
+    starts = np.arange(20)
+    ends = starts + 3
+    for rule in (kind.first_read, kind.state_column):
+        assert rule(starts).tolist() == [rule(start) for start in range(20)]
+    columns = [kind.first_column(start, start + 3) for start in range(20)]
+    assert kind.first_column(starts, ends).tolist() == columns

@@ -6,7 +6,6 @@ evicted, both managers must come to the very same run.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,42 +14,40 @@ import pytest
 import torch
 
 from support.base_with_states import BaseWithStates as BaseManager
+from support.kv_configs import full, kind_of, make_kv_cache_config, mamba, sliding
 from support.oracle import (
-    Full,
     InFlightFault,
-    Mamba,
     OracleEngine,
     OracleFault,
     OracleSettings,
     ProtocolFault,
     ReadFault,
-    Sliding,
     WriteFault,
-    make_kv_cache_config,
 )
 from support.oracle.device_memory import DeviceMemory
 from support.oracle.planted_faults import (
-    forgets_steps_in_flight,
-    frees_a_request_a_step_early,
-    frees_window_blocks_a_step_early,
-    hashes_blocks_without_prefix,
-    mixes_up_two_groups,
-    never_frees,
-    reset_keeps_the_cache,
-    shares_across_adapters,
-    shares_across_images,
-    shares_across_salts,
+    ForgetsStepsInFlight,
+    FreesARequestAStepEarly,
+    FreesWindowBlocksAStepEarly,
+    HashesBlocksWithoutPrefix,
+    MixesUpTwoGroups,
+    NeverFrees,
+    ResetKeepsTheCache,
+    SharesAcrossAdapters,
+    SharesAcrossImages,
+    SharesAcrossSalts,
+    plant,
 )
-from support.oracle.planted_state_faults import (
-    STATE_PLANTERS,
-    gives_out_the_state_block_of_another_request,
-    hits_states_of_the_same_step,
-    hits_the_state_of_an_earlier_boundary,
+from support.oracle.planted_feature_faults import (
+    STATE_FAULTS,
+    GivesOutTheStateBlockOfAnotherRequest,
+    HitsStatesOfTheSameStep,
+    HitsTheStateOfAnEarlierBoundary,
 )
-from support.oracle.states import StateAccess, StateMemory, StateRule, state_rule
+from support.oracle.states import StateAccess, StateMemory
 from support.oracle.workload import Abort, Add, Case, Reset, Run, make_engine, random_operations
 from support.oracle.workload import run_case as run_any_case
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 pytest_plugins = ["support.oracle.fixtures"]
@@ -73,20 +70,20 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 #: Models with prefix caching; all types have the block size that base gives them.
 ALIGN = {
-    "Mamba only": (Mamba(16),),
-    "full": (Full(16), Mamba(16)),
-    "sliding": (Sliding(20, 16, 2), Mamba(16, 2)),
-    "full and sliding": (Mamba(16, 3), Full(16), Sliding(33, 16, 2)),
-    "blocks larger than chunks": (Full(64), Mamba(64, 2)),
-    "checkpoints in steps": (Full(16), Mamba(16, 3, checkpoints=True), Sliding(33, 16)),
+    "Mamba only": (mamba(16),),
+    "full": (full(16), mamba(16)),
+    "sliding": (sliding(20, 16, 2), mamba(16, 2)),
+    "full and sliding": (mamba(16, 3), full(16), sliding(33, 16, 2)),
+    "blocks larger than chunks": (full(64), mamba(64, 2)),
+    "checkpoints in steps": (full(16), mamba(16, 3, checkpoint_alignment=1), sliding(33, 16)),
 }
 
 #: The same without; one state block serves the longest sequence.
 NONE = {
-    "Mamba only": (Mamba(256, mode="none"),),
-    "full": (Full(16), Mamba(256, mode="none")),
-    "sliding": (Mamba(256, 2, mode="none"), Sliding(20, 16, 2)),
-    "full and sliding": (Full(8), Mamba(512, 3, mode="none"), Sliding(33, 16, 2)),
+    "Mamba only": (mamba(256, mode="none"),),
+    "full": (full(16), mamba(256, mode="none")),
+    "sliding": (mamba(256, 2, mode="none"), sliding(20, 16, 2)),
+    "full and sliding": (full(8), mamba(512, 3, mode="none"), sliding(33, 16, 2)),
 }
 
 MODELS = [pytest.param(kinds, CACHING, id=f"align, {name}") for name, kinds in ALIGN.items()]
@@ -107,7 +104,7 @@ def run_case(manager_cls: Any, case: Case, check_integrity: bool = True) -> Orac
     engine = run_any_case(manager_cls, case, check_integrity)
     assert engine.state_reads_checked > 0
     if manager_cls is BaseManager:
-        ours: Any = run_any_case(ForkManager, case, check_integrity)
+        ours: Any = run_any_case(HybridManager, case, check_integrity)
         assert ours.state_reads_checked > 0
         # From the first eviction on the two may differ in what they still have.
         if not ours.manager.block_pool.num_evicted_ids:
@@ -147,7 +144,7 @@ def test_a_state_in_the_middle_of_a_step(pipeline: dict[str, Any]) -> None:
     settings = replace(CACHING, **pipeline, max_num_batched_tokens=128)
     case = Case(ALIGN["checkpoints in steps"], settings=settings, extra_blocks=ROOMY)
     prompt = list(range(100))
-    for manager_cls in (BaseManager, ForkManager):
+    for manager_cls in (BaseManager, HybridManager):
         engine = make_engine(manager_cls, case)
         for _ in range(2):
             engine.add_request(prompt, max_tokens=3)
@@ -160,10 +157,10 @@ def test_a_state_that_is_not_written_is_found() -> None:
     """A worker without states in the middle of a step, and a manager that gives blocks for them."""
     kinds = ALIGN["checkpoints in steps"]
     case = Case(kinds, settings=replace(CACHING, max_num_batched_tokens=128), extra_blocks=ROOMY)
-    for manager_cls in (BaseManager, ForkManager):
+    for manager_cls in (BaseManager, HybridManager):
         engine = make_engine(manager_cls, case)
         for tables in engine.worker.attention.state_types:
-            tables.rule = StateRule(one_block=False)
+            tables.kind = mamba(16)
         engine.add_request(list(range(100)), max_tokens=3)
         engine.run_until_done()
         engine.add_request(list(range(100)), max_tokens=3)
@@ -175,7 +172,7 @@ def test_chunked_prefill(pipeline: dict[str, Any]) -> None:
     operations = (Add(tail=100), Run(20), Add(tail=100))
     few = {**pipeline, "max_num_batched_tokens": 24}
     # Chunks of 24 end at block boundaries: six of 16, and the rest.
-    case = Case((Full(16), Mamba(16, 2)), operations, replace(CACHING, **few), ROOMY)
+    case = Case((full(16), mamba(16, 2)), operations, replace(CACHING, **few), ROOMY)
     assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 6
     # Four of 24 and the rest.
     case = Case(NONE["sliding"], operations, replace(NOT_CACHING, **few), ROOMY)
@@ -201,7 +198,7 @@ def test_preemption(kinds: tuple, settings: OracleSettings, pipeline_name: str) 
     operations = (Add(tail=60, max_tokens=150),) * 6
     engine = run_case(BaseManager, Case(kinds, operations, settings))
     # Without attention that grows, "none" always has what it needs or does not start.
-    if any(isinstance(kind, Full) for kind in kinds):
+    if any(kind.kind == "full" for kind in kinds):
         assert engine.num_preemptions > 0
 
 
@@ -288,85 +285,85 @@ def exposing_case(seed: int, settings: OracleSettings) -> Case:
     return Case(kinds, operations, settings, extra_blocks=rng.choice((0, 20, 200)))
 
 
-def assert_found(planter: Callable[[type], type], settings: OracleSettings) -> None:
+def assert_found(fault: type, settings: OracleSettings) -> None:
     """Without checks of block tables: what is read and written must give it away."""
     for seed in range(30):
         try:
-            run_any_case(planter(BaseManager), exposing_case(seed, settings), False)
+            run_any_case(plant(fault, BaseManager), exposing_case(seed, settings), False)
         except OracleFault:
             # The fault, and not the case, was the reason.
             run_case(BaseManager, exposing_case(seed, settings), False)
             return
         except Exception:
             continue
-    pytest.fail(f"{planter.__doc__} The oracle does not notice.")
+    pytest.fail(f"{fault.__doc__} The oracle does not notice.")
 
 
 @pytest.mark.parametrize(
-    "planter",
+    "fault",
     [
-        *STATE_PLANTERS,
-        forgets_steps_in_flight,
-        frees_a_request_a_step_early,
-        frees_window_blocks_a_step_early,
-        hashes_blocks_without_prefix,
-        mixes_up_two_groups,
-        never_frees,
-        reset_keeps_the_cache,
-        shares_across_adapters,
-        shares_across_images,
-        shares_across_salts,
+        *STATE_FAULTS,
+        ForgetsStepsInFlight,
+        FreesARequestAStepEarly,
+        FreesWindowBlocksAStepEarly,
+        HashesBlocksWithoutPrefix,
+        MixesUpTwoGroups,
+        NeverFrees,
+        ResetKeepsTheCache,
+        SharesAcrossAdapters,
+        SharesAcrossImages,
+        SharesAcrossSalts,
     ],
-    ids=lambda planter: planter.__name__,
+    ids=lambda fault: fault.__name__,
 )
-def test_planted_fault_is_found(planter: Callable[[type], type]) -> None:
-    assert_found(planter, CACHING)
+def test_planted_fault_is_found(fault: type) -> None:
+    assert_found(fault, CACHING)
 
 
 @pytest.mark.parametrize(
-    "planter",
+    "fault",
     [
-        gives_out_the_state_block_of_another_request,
-        frees_a_request_a_step_early,
+        GivesOutTheStateBlockOfAnotherRequest,
+        FreesARequestAStepEarly,
     ],
-    ids=lambda planter: planter.__name__,
+    ids=lambda fault: fault.__name__,
 )
-def test_planted_fault_is_found_without_caching(planter: Callable[[type], type]) -> None:
-    assert_found(planter, NOT_CACHING)
+def test_planted_fault_is_found_without_caching(fault: type) -> None:
+    assert_found(fault, NOT_CACHING)
 
 
 def fails(
-    planter: Callable[[type], type],
-    case: Case,
     fault: type,
+    case: Case,
+    error: type,
     message: str,
     check_integrity: bool = False,
 ) -> None:
     """A case is fine with base's manager, and a fault in it is found for this reason."""
     run_case(BaseManager, case)
-    with pytest.raises(fault, match=message):
-        run_any_case(planter(BaseManager), case, check_integrity)
+    with pytest.raises(error, match=message):
+        run_any_case(plant(fault, BaseManager), case, check_integrity)
 
 
 # Of Mamba alone, so that attention cannot find it first.
 
 
 def test_two_requests_with_one_state_block() -> None:
-    planter = gives_out_the_state_block_of_another_request
+    fault = GivesOutTheStateBlockOfAnotherRequest
     adds = (Add(tail=20, max_tokens=4), Add(tail=20, max_tokens=4))
     case = Case(NONE["Mamba only"], adds, NOT_CACHING, 9)
-    fails(planter, case, WriteFault, "step 0: two owners write to block")
+    fails(fault, case, WriteFault, "step 0: two owners write to block")
     # The second one takes the block over while the first has a pause in its prefill.
     settings = replace(NOT_CACHING, long_prefill_token_threshold=10, max_num_batched_tokens=20)
     case = Case(NONE["Mamba only"], (adds[0], Run(), adds[1]), settings, 9)
-    fails(planter, case, WriteFault, "two owners write to block")
+    fails(fault, case, WriteFault, "two owners write to block")
 
 
 def test_a_state_of_another_boundary() -> None:
     operations = (Add(tail=100), Run(9), Add(tail=1, parent=0, shared=100, max_tokens=2))
     settings = replace(CACHING, max_num_batched_tokens=16)
     fails(
-        hits_the_state_of_an_earlier_boundary,
+        HitsTheStateOfAnEarlierBoundary,
         Case(ALIGN["Mamba only"], operations, settings, ROOMY),
         ReadFault,
         r"r1, group 0, starts from the state in block \d+, which holds another state, last "
@@ -378,19 +375,19 @@ def test_a_state_of_the_same_step() -> None:
     """Two requests with one prefix, admitted together; KV may be shared so, a state not."""
     operations = (Add(tail=40, max_tokens=2), Add(tail=5, parent=0, shared=40, max_tokens=2))
     fails(
-        hits_states_of_the_same_step,
+        HitsStatesOfTheSameStep,
         Case(ALIGN["Mamba only"], operations, CACHING, ROOMY),
         ReadFault,
         r"step 0: r1, group 0, starts from the state in block \d+, which holds nothing",
     )
 
 
-@pytest.mark.parametrize("planter", [frees_window_blocks_a_step_early, forgets_steps_in_flight])
-def test_a_state_freed_too_early(planter: Callable[[type], type]) -> None:
+@pytest.mark.parametrize("fault", [FreesWindowBlocksAStepEarly, ForgetsStepsInFlight])
+def test_a_state_freed_too_early(fault: type) -> None:
     """Found at once, in a pool where nobody takes the block."""
     settings = replace(CACHING, **ASYNC, max_num_batched_tokens=16)
     case = Case(ALIGN["Mamba only"], (Add(tail=60, max_tokens=60),), settings, ROOMY)
-    fails(planter, case, InFlightFault, "the manager holds", check_integrity=True)
+    fails(fault, case, InFlightFault, "the manager holds", check_integrity=True)
 
 
 def test_a_state_block_handed_out_while_a_step_in_flight_reads_it() -> None:
@@ -408,7 +405,7 @@ def test_a_state_block_handed_out_while_a_step_in_flight_reads_it() -> None:
     settings = replace(CACHING, **ASYNC, max_num_batched_tokens=40)
     operations = (Add(tail=60, max_tokens=2), Run(2), Add(tail=8, max_tokens=2))
     fails(
-        lambda _: Faulty,
+        Faulty,
         Case(ALIGN["Mamba only"], operations, settings, ROOMY),
         InFlightFault,
         r"block \d+ was handed out, but step \d in flight reads it for r0",
@@ -424,7 +421,7 @@ def test_more_state_blocks_than_base_looks_at() -> None:
             return type(blocks)(tuple(ids * 2 for ids in blocks.blocks))
 
     case = Case(NONE["Mamba only"], (Add(tail=20, max_tokens=2),), NOT_CACHING, 9)
-    fails(lambda _: Faulty, case, ProtocolFault, "2 blocks for a request in groups")
+    fails(Faulty, case, ProtocolFault, "2 blocks for a request in groups")
 
 
 # Parts
@@ -432,14 +429,14 @@ def test_more_state_blocks_than_base_looks_at() -> None:
 
 def test_columns() -> None:
     starts, ends = np.array([0, 5, 16, 17, 40]), np.array([5, 16, 17, 40, 41])
-    align = StateRule(one_block=False)
-    assert align.read_columns(starts, 16).tolist() == [-1, 0, 0, 1, 2]
-    assert align.write_columns(ends, 16).tolist() == [0, 0, 1, 2, 2]
-    assert align.first_column(np.array([0, 17]), np.array([40, 64]), 16).tolist() == [2, 1]
-    none = StateRule(one_block=True)
-    assert none.read_columns(starts, 16).tolist() == [-1, 0, 0, 0, 0]
-    assert none.write_columns(ends, 16).tolist() == [0, 0, 0, 0, 0]
-    assert none.first_column(starts, ends, 16).tolist() == [0, 0, 0, 0, 0]
+    align = mamba(16)
+    assert align.state_column(starts).tolist() == [-1, 0, 0, 1, 2]
+    assert align.state_column(ends).tolist() == [0, 0, 1, 2, 2]
+    assert align.first_column(np.array([0, 17]), np.array([40, 64])).tolist() == [2, 1]
+    none = mamba(16, mode="none")
+    assert none.state_column(starts).tolist() == [-1, 0, 0, 0, 0]
+    assert none.state_column(ends).tolist() == [0, 0, 0, 0, 0]
+    assert none.first_column(starts, ends).tolist() == [0, 0, 0, 0, 0]
 
 
 def mamba_spec(**changes: Any) -> MambaSpec:
@@ -449,28 +446,30 @@ def mamba_spec(**changes: Any) -> MambaSpec:
 
 
 def test_rules_of_specs() -> None:
-    assert state_rule(mamba_spec()) == StateRule(one_block=True)
-    assert state_rule(mamba_spec(mamba_cache_mode="align")) == StateRule(one_block=False)
+    assert kind_of(mamba_spec()) == mamba(16, mode="none")
+    assert kind_of(mamba_spec(mamba_cache_mode="align")) == mamba(16)
     checkpoints = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 8}
-    assert state_rule(mamba_spec(mamba_cache_mode="align", **checkpoints)) == StateRule(False, 8)
-    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    assert state_rule(full) is None
+    spec = mamba_spec(mamba_cache_mode="align", **checkpoints)
+    assert kind_of(spec) == mamba(16, checkpoint_alignment=8)
+    assert kind_of(spec).holds_states
+    heads = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    assert not kind_of(heads).holds_states
     for unknown in (
         {"num_speculative_blocks": 2},
         {"mamba_cache_mode": "all"},
     ):
         with pytest.raises(NotImplementedError):
-            state_rule(mamba_spec(**unknown))
+            kind_of(mamba_spec(**unknown))
 
 
 @pytest.mark.parametrize(
     ("kinds", "settings", "error"),
     [
-        ((Mamba(16),), NOT_CACHING, ValueError),
-        ((Mamba(256, mode="none"),), CACHING, ValueError),
-        ((Mamba(128, mode="none"),), NOT_CACHING, ValueError),
-        ((Mamba(16), Mamba(32)), CACHING, ValueError),
-        ((Mamba(16),), replace(CACHING, num_spec_tokens=2), NotImplementedError),
+        ((mamba(16),), NOT_CACHING, ValueError),
+        ((mamba(256, mode="none"),), CACHING, ValueError),
+        ((mamba(128, mode="none"),), NOT_CACHING, ValueError),
+        ((mamba(16), mamba(32)), CACHING, ValueError),
+        ((mamba(16),), replace(CACHING, num_spec_tokens=2), NotImplementedError),
     ],
 )
 def test_what_base_does_not_do_is_refused(

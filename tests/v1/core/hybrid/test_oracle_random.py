@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from support.oracle import Full, OracleSettings, Sliding
+from support.kv_configs import full, sliding
+from support.oracle import OracleSettings
 from support.oracle.strategies import cases
 from support.oracle.workload import Case, random_operations, run_case
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
 pytest_plugins = ["support.oracle.fixtures"]
@@ -36,8 +37,8 @@ _settings = settings(
 
 @_settings
 @given(case=cases())
-def test_random_case_on_the_fork(case: Case) -> None:
-    run_case(ForkManager, case)
+def test_random_case_on_the_hybrid_manager(case: Case) -> None:
+    run_case(HybridManager, case)
 
 
 @_settings
@@ -52,7 +53,7 @@ def test_a_long_life(manager_cls: Any) -> None:
         async_scheduling=True, steps_in_flight=1, max_num_batched_tokens=100, vocab_size=256
     )
     operations = random_operations(random.Random(0), 800, config.max_model_len)
-    kinds = (Full(), Sliding(40, 16, 5))
+    kinds = (full(), sliding(40, 16, 5))
     engine = run_case(manager_cls, Case(kinds, tuple(operations), config, extra_blocks=90))
     assert engine.tokens_from_cache > 1000
     assert engine.num_preemptions > 20

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.oracle import Chunked, Full, OracleSettings, ReadFault, Sliding
+from support.kv_configs import chunked, full, sliding
+from support.oracle import OracleSettings, ReadFault
 from support.oracle.workload import Add, Case, Run, random_operations, run_case
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
@@ -19,39 +20,39 @@ PLAIN = OracleSettings()
 ASYNC = OracleSettings(async_scheduling=True, steps_in_flight=1)
 
 SHAPES = {
-    "full": (Full(),),
-    "two full groups": (Full(num_groups=2),),
-    "sliding only": (Sliding(20, 8, 2),),
-    "Gemma 2": (Full(num_groups=1), Sliding(64)),
-    "Gemma 3": (Full(), Sliding(40, num_groups=5)),
-    "gpt-oss": (Sliding(128), Full()),
-    "46 groups": (Full(), Sliding(33, num_groups=45)),
-    "two windows": (Sliding(30, 8), Sliding(9, 8, 2)),
-    "three types": (Full(8, 2), Sliding(12, 8, 3), Sliding(50, 8)),
+    "full": (full(),),
+    "two full groups": (full(num_groups=2),),
+    "sliding only": (sliding(20, 8, 2),),
+    "Gemma 2": (full(num_groups=1), sliding(64)),
+    "Gemma 3": (full(), sliding(40, num_groups=5)),
+    "gpt-oss": (sliding(128), full()),
+    "46 groups": (full(), sliding(33, num_groups=45)),
+    "two windows": (sliding(30, 8), sliding(9, 8, 2)),
+    "three types": (full(8, 2), sliding(12, 8, 3), sliding(50, 8)),
     "six types": (
-        Full(8),
-        Sliding(4, 8),
-        Sliding(17, 8, 2),
-        Sliding(40, 8, 3),
-        Full(16, 2),
-        Sliding(100, 16),
+        full(8),
+        sliding(4, 8),
+        sliding(17, 8, 2),
+        sliding(40, 8, 3),
+        full(16, 2),
+        sliding(100, 16),
     ),
-    "window of one token": (Full(8), Sliding(1, 8, 2)),
-    "window smaller than a block": (Full(16), Sliding(5, 16, 2)),
-    "window of a block": (Full(16), Sliding(16, 16, 2)),
-    "window a token larger than a block": (Full(16), Sliding(17, 16, 2)),
-    "window larger than the prompts": (Full(16), Sliding(5000, 16, 2)),
-    "larger blocks in the window": (Full(8), Sliding(40, 32, 3)),
-    "larger blocks in full attention": (Full(32), Sliding(20, 8, 3)),
-    "block sizes that do not divide": (Full(6), Sliding(10, 4, 2)),
-    "full attention in blocks that do not divide": (Full(6), Full(4, 2)),
-    "blocks of one token": (Full(1), Sliding(3, 1, 2)),
-    "Llama 4": (Full(), Chunked(48, num_groups=3)),
-    "chunks of a block": (Full(8), Chunked(8, 8, 2)),
-    "chunks larger than the prompts": (Chunked(4096, 8), Full(8)),
-    "chunks only": (Chunked(32, 8, 2),),
-    "chunks and windows": (Chunked(32, 8, 2), Sliding(20, 8), Chunked(24, 8)),
-    "two precisions, zeroed blocks": (Full(16), Sliding(20, 16, 2, half_precision=True)),
+    "window of one token": (full(8), sliding(1, 8, 2)),
+    "window smaller than a block": (full(16), sliding(5, 16, 2)),
+    "window of a block": (full(16), sliding(16, 16, 2)),
+    "window a token larger than a block": (full(16), sliding(17, 16, 2)),
+    "window larger than the prompts": (full(16), sliding(5000, 16, 2)),
+    "larger blocks in the window": (full(8), sliding(40, 32, 3)),
+    "larger blocks in full attention": (full(32), sliding(20, 8, 3)),
+    "block sizes that do not divide": (full(6), sliding(10, 4, 2)),
+    "full attention in blocks that do not divide": (full(6), full(4, 2)),
+    "blocks of one token": (full(1), sliding(3, 1, 2)),
+    "Llama 4": (full(), chunked(48, num_groups=3)),
+    "chunks of a block": (full(8), chunked(8, 8, 2)),
+    "chunks larger than the prompts": (chunked(4096, 8), full(8)),
+    "chunks only": (chunked(32, 8, 2),),
+    "chunks and windows": (chunked(32, 8, 2), sliding(20, 8), chunked(24, 8)),
+    "two precisions, zeroed blocks": (full(16), sliding(20, 16, 2, dtype="float32")),
 }
 
 
@@ -74,18 +75,18 @@ def test_shape(manager_cls: Any, kinds: tuple, settings: OracleSettings) -> None
 
 #: What base's manager of chunks refuses (unequal block sizes), or takes as a hit although blocks
 #: of the chunk before are missing (chunks that begin inside of a block).
-CHUNKS_OF_THE_FORK = {
-    "inside of a block": (Full(16), Chunked(40, 16, 3)),
-    "smaller than a block": (Full(16), Chunked(6, 16, 2)),
-    "of a token": (Full(8), Chunked(1, 8)),
-    "larger blocks": (Full(8), Chunked(48, 16, 2)),
-    "smaller blocks, other windows": (Full(32), Chunked(24, 8, 2), Sliding(20, 16)),
-    "block sizes that do not divide": (Full(6), Chunked(10, 4, 2)),
+CHUNKS_OF_OURS = {
+    "inside of a block": (full(16), chunked(40, 16, 3)),
+    "smaller than a block": (full(16), chunked(6, 16, 2)),
+    "of a token": (full(8), chunked(1, 8)),
+    "larger blocks": (full(8), chunked(48, 16, 2)),
+    "smaller blocks, other windows": (full(32), chunked(24, 8, 2), sliding(20, 16)),
+    "block sizes that do not divide": (full(6), chunked(10, 4, 2)),
 }
 
 
 @pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
-@pytest.mark.parametrize("kinds", CHUNKS_OF_THE_FORK.values(), ids=CHUNKS_OF_THE_FORK.keys())
+@pytest.mark.parametrize("kinds", CHUNKS_OF_OURS.values(), ids=CHUNKS_OF_OURS.keys())
 def test_chunks_that_base_does_not_take(kinds: tuple, settings: OracleSettings) -> None:
     test_shape(KVCacheManager, kinds, settings)
     test_shape_in_a_small_pool(KVCacheManager, kinds, settings)
@@ -93,7 +94,7 @@ def test_chunks_that_base_does_not_take(kinds: tuple, settings: OracleSettings) 
 
 def test_base_reads_blocks_that_it_does_not_have_where_a_chunk_begins_inside_of_one() -> None:
     with pytest.raises(ReadFault, match="which is the null block"):
-        test_shape_in_a_small_pool(BaseManager, CHUNKS_OF_THE_FORK["inside of a block"], PLAIN)
+        test_shape_in_a_small_pool(BaseManager, CHUNKS_OF_OURS["inside of a block"], PLAIN)
 
 
 @pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])

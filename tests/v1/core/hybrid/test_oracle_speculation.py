@@ -14,17 +14,9 @@ from typing import Any, cast
 
 import pytest
 
-from support.oracle import (
-    Full,
-    InFlightFault,
-    OracleEngine,
-    OracleSettings,
-    ReadFault,
-    Sliding,
-    make_kv_cache_config,
-    smallest_pool,
-)
-from vllm.v1.core.hybrid import KVCacheManager as ForkManager
+from support.kv_configs import full, make_kv_cache_config, sliding, smallest_pool
+from support.oracle import InFlightFault, OracleEngine, OracleSettings, ReadFault
+from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
 pytest_plugins = ["support.oracle.fixtures"]
@@ -32,15 +24,15 @@ pytestmark = pytest.mark.usefixtures("reads_are_checked")
 
 #: Where a drafter's layers are. With equal specs they end up beside the model's.
 MODELS = {
-    "one group for both": (Full(16, draft=True),),
-    "a full-attention group": (Sliding(40, 16, 5), Full(16), Full(16, draft=True)),
-    "a full-attention type": (Sliding(40, 16, 5), Full(16), Full(16, 1, True, draft=True)),
-    "a window among others": (Full(16), Sliding(40, 16, 4), Sliding(24, 16, draft=True)),
-    "all groups": (Full(16, draft=True), Sliding(40, 16, 5, draft=True)),
-    "windows only": (Sliding(40, 16, 2, draft=True), Sliding(24, 16)),
-    "one window": (Sliding(40, 16, 1, draft=True),),
-    "larger blocks": (Full(32), Sliding(40, 16, 2, draft=True)),
-    "smaller blocks": (Full(8, draft=True), Sliding(40, 16, 2)),
+    "one group for both": (full(16, draft=True),),
+    "a full-attention group": (sliding(40, 16, 5), full(16), full(16, draft=True)),
+    "a full-attention type": (sliding(40, 16, 5), full(16), full(16, dtype="float32", draft=True)),
+    "a window among others": (full(16), sliding(40, 16, 4), sliding(24, 16, draft=True)),
+    "all groups": (full(16, draft=True), sliding(40, 16, 5, draft=True)),
+    "windows only": (sliding(40, 16, 2, draft=True), sliding(24, 16)),
+    "one window": (sliding(40, 16, 1, draft=True),),
+    "larger blocks": (full(32), sliding(40, 16, 2, draft=True)),
+    "smaller blocks": (full(8, draft=True), sliding(40, 16, 2)),
 }
 PIPELINES = (
     OracleSettings(),
@@ -51,7 +43,7 @@ DRAFTERS = ("draft_model", "eagle", "mtp")
 
 
 def cases() -> Iterator[Any]:
-    """Each model with each drafter on the fork, and with one of them on base.
+    """Each model with each drafter on the hybrid manager, and with one of them on base.
 
     Pipelines, retention intervals and whether draft groups are flagged take turns.
     """
@@ -62,11 +54,11 @@ def cases() -> Iterator[Any]:
                 retention_interval=(None, 0, 64)[(i + 2 * j) % 3],
                 flag_drafts=bool((i + j) % 2),
             )
-            if how["retention_interval"] and not any(isinstance(k, Sliding) for k in kinds):
+            if how["retention_interval"] and not any(k.kind == "sliding" for k in kinds):
                 how["retention_interval"] = 0
-            for manager_cls in (BaseManager, ForkManager):
-                side = "base" if manager_cls is BaseManager else "fork"
-                if side == "fork" or i % 3 == j:
+            for manager_cls in (BaseManager, HybridManager):
+                side = "base" if manager_cls is BaseManager else "hybrid"
+                if side == "hybrid" or i % 3 == j:
                     yield pytest.param(
                         manager_cls, kinds, drafter, how, id=f"{side}-{name}-{drafter}"
                     )
@@ -88,9 +80,7 @@ def make_engine(
     settings = replace(settings, **({"num_spec_tokens": 3, "drafter": drafter} | changes))
     if drafter == "mtp":
         kinds = tuple(
-            replace(kind, retained=settings.num_spec_tokens - 1)
-            if isinstance(kind, Sliding)
-            else kind
+            replace(kind, retained=settings.num_spec_tokens - 1) if kind.kind == "sliding" else kind
             for kind in kinds
         )
     num_blocks = extra_blocks + smallest_pool(
@@ -184,7 +174,7 @@ def test_a_window_without_the_tokens_that_are_read_again_is_found(manager_cls: A
             object.__setattr__(group.kv_cache_spec, "extra_retained_tokens", 0)
         return manager_cls(kv_cache_config=config, **kwargs)
 
-    engine = make_engine(retains_nothing, (Sliding(33, 8, 2, draft=True),), "mtp")
+    engine = make_engine(retains_nothing, (sliding(33, 8, 2, draft=True),), "mtp")
     engine.add_request(tokens(60), max_tokens=100)
     with pytest.raises(InFlightFault, match="the manager holds"):
         engine.run_until_done()
@@ -192,16 +182,16 @@ def test_a_window_without_the_tokens_that_are_read_again_is_found(manager_cls: A
 
 def test_the_types_of_a_draft_group() -> None:
     """A draft group is of a type with others if its spec is; then the type drops the block."""
-    engine = make_engine(ForkManager, MODELS["a full-attention group"], "eagle", flag_drafts=True)
+    engine = make_engine(HybridManager, MODELS["a full-attention group"], "eagle", flag_drafts=True)
     kinds = [
         (t.name, t.num_groups, t.is_eagle)
-        for t in cast(ForkManager, engine.manager).attention_types
+        for t in cast(HybridManager, engine.manager).attention_types
     ]
     assert kinds == [("sliding_window 40", 5, False), ("full_attention", 2, True)]
-    engine = make_engine(ForkManager, MODELS["a full-attention type"], "eagle", flag_drafts=True)
+    engine = make_engine(HybridManager, MODELS["a full-attention type"], "eagle", flag_drafts=True)
     kinds = [
         (t.name, t.num_groups, t.is_eagle)
-        for t in cast(ForkManager, engine.manager).attention_types
+        for t in cast(HybridManager, engine.manager).attention_types
     ]
     assert kinds == [
         ("sliding_window 40", 5, False),

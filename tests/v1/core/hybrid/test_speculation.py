@@ -5,21 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from support.by_hand import GEMMA, cache, hit_pattern, prefill, request
+from support.by_hand import make_coordinator as make_any_coordinator
 from support.kv_configs import AttentionKind, KVSetup, full, sliding
-from support.prefix_hits import cache, hit_pattern
-from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.attention_type import get_attention_types
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
-from vllm.v1.request import Request, RequestStatus
-
-GEMMA = (full(16), sliding(33, 16, 5))
 
 
 def make_coordinator(*kinds: AttentionKind, **changes: object) -> KVCacheCoordinator:
-    setup = KVSetup(kinds, 1000, **({"use_eagle": True} | changes))  # type: ignore[arg-type]
-    return setup.build(KVCacheManager).coordinator
+    return make_any_coordinator(*kinds, use_eagle=True, **changes)
 
 
 # ------------------------------------------------------------------------------------ types
@@ -184,18 +180,6 @@ def test_sliding_windows_cache_the_block_after_a_hit_too(retention, boundaries, 
 
 
 # ------------------------------------------------------------------------------ the manager
-
-
-def request(name: str, *path: tuple[int, int]) -> Request:
-    return make_request(RequestPlan(path=path), name, block_hasher(16))
-
-
-def prefill(manager: KVCacheManager, req: Request, **kwargs: object) -> int:
-    blocks, num_hit, req.shared_prefix_boundary = manager.get_computed_blocks(req)
-    assert manager.allocate_slots(req, req.num_tokens - num_hit, num_hit, blocks, **kwargs)
-    manager.check_integrity()
-    req.num_computed_tokens, req.status = req.num_tokens, RequestStatus.RUNNING
-    return num_hit
 
 
 def test_a_repeated_prompt_is_hit_up_to_the_block_before_the_last():
