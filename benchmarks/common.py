@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark here needs: arguments, medians, tables and JSON."""
+"""What all benchmarks share: arguments, medians, tables and JSON."""
 
 import argparse
 import gc
@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-#: Something to time: one call is one sample. It may return the seconds itself, when only a
-#: part of the call counts; any other value than a float is ignored.
+#: A function to time: one call is one sample. If only a part of the call counts, it returns the
+#: seconds as a float; any other value is ignored.
 Timed = Callable[[], object]
 
 
@@ -24,20 +24,20 @@ def add_common_arguments(parser: argparse.ArgumentParser, trials: int = 15) -> N
     """Add ``--trials N`` and ``--json FILE``."""
     counted = "samples of each (default %(default)s)"
     parser.add_argument("--trials", type=_positive, default=trials, metavar="N", help=counted)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
 
 def sample_seconds(functions: Mapping[str, Timed], trials: int) -> dict[str, list[float]]:
-    """Seconds of ``trials`` calls of each function, the functions taking turns.
+    """Seconds of ``trials`` calls of each function; the functions take turns.
 
-    Turns, because a machine changes its speed within seconds: what slows one slows the others.
-    Every other round goes backwards, so that no function always follows the same one.
+    They take turns because a machine changes its speed within seconds, which then affects all of
+    them. Every other round goes backwards, so that no function always follows the same one.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
-        function()  # the first call fills caches, and is not counted
+        function()  # the first call fills caches and does not count
     gc.collect()
-    gc.disable()  # as timeit does: a collection would hit whoever is running
+    gc.disable()  # as timeit does: a collection would slow a random function
     try:
         for trial in range(trials):
             names = list(functions)
@@ -55,19 +55,19 @@ def median_seconds(functions: Mapping[str, Timed], trials: int) -> dict[str, flo
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; numbers and what looks like them (``12 us``, ``3.4x``) go to the right."""
+    """Print a table; columns of numbers (``12 us``, ``3.4x``) are aligned to the right."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         is_number = bool(rows) and all(str(row[index])[:1].isdigit() for row in rows)
         table.add_column(column, justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*map(str, row))
-    # Not cut where the output goes to a file.
+    # A fixed width for files, so that nothing is cut off.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits in the unit that fits: ``1.4 ms``."""
+    """Three digits in a unit that fits, such as ``1.4 ms``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"
@@ -75,13 +75,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def write_json(path: Path, results: object) -> None:
-    """Write ``{"machine": ..., "results": results}``; the machine is the one that runs this."""
+    """Write ``{"machine": ..., "results": results}`` with the machine that runs this."""
     record = {"machine": describe_machine(), "results": results}
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a reader of the numbers must know."""
+    """The versions and the CPU behind the numbers."""
     from vllm import __version__
 
     cpu = platform.processor()
@@ -102,5 +102,5 @@ def _seconds(function: Timed) -> float:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return number

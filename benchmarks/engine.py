@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output tokens a second of the whole engine on a CPU, with the fork on and off.
+"""Output tokens per second of the whole engine on a CPU, with either manager.
 
     python benchmarks/engine.py [--requests 256] [--tokens 64] [--trials 9] [--json FILE]
 
-Serves a tiny random Gemma 3 (two attention types), so that the model costs little. Both engines
-are up, each in a process of its own, and take turns: one generates while the other waits.
+The model is a tiny random Gemma 3 with two attention types, which costs little. Both engines run,
+each in its own process, and take turns: one generates while the other waits.
 """
 
 import argparse
@@ -21,13 +21,13 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tools.checkpoints import tiny_gemma3
 
-SWITCH = {"base": "0", "fork": "1"}
-#: Before a line of the child's that is meant for the parent.
-MARK = "tokens a second: "
+SWITCH = {"base": "0", "hybrid": "1"}
+#: The prefix of the lines that a child process prints for its parent.
+MARK = "tokens per second: "
 
 
 def serve(num_requests: int, num_tokens: int, checkpoint: str) -> None:
-    """Generate once for each line of input, and print how fast that was."""
+    """Generate once for each line of input, and print the tokens per second."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -55,7 +55,7 @@ def serve(num_requests: int, num_tokens: int, checkpoint: str) -> None:
 
 
 class Engine:
-    """An engine in a process of its own, with the fork on or off."""
+    """An engine in a process of its own, with the manager ``name``."""
 
     def __init__(self, name: str, num_requests: int, num_tokens: int, checkpoint: str) -> None:
         environment = os.environ | {
@@ -74,7 +74,7 @@ class Engine:
         )
 
     def generate(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -110,21 +110,21 @@ def main() -> None:
             samples[name].append(engines[name].generate())
     for engine in engines.values():
         engine.close()
-    pairs = list(zip(samples["base"], samples["fork"], strict=True))
+    pairs = list(zip(samples["base"], samples["hybrid"], strict=True))
     rows: list[tuple[str, ...]] = [
-        (f"round {i + 1}", f"{base:,.0f}", f"{fork:,.0f}", f"{fork / base:.2f}x")
-        for i, (base, fork) in enumerate(pairs)
+        (f"round {i + 1}", f"{base:,.0f}", f"{hybrid:,.0f}", f"{hybrid / base:.2f}x")
+        for i, (base, hybrid) in enumerate(pairs)
     ]
     rows.append(
         (
             "median",
             *(f"{statistics.median(samples[name]):,.0f}" for name in SWITCH),
-            f"{statistics.median(fork / base for base, fork in pairs):.2f}x",
+            f"{statistics.median(hybrid / base for base, hybrid in pairs):.2f}x",
         )
     )
     print_table(
-        f"Output tokens a second, {arguments.requests} requests at once",
-        ("", "base", "fork", "fork / base"),
+        f"Output tokens per second, {arguments.requests} requests at once",
+        ("", "base", "hybrid", "hybrid / base"),
         rows,
     )
     if arguments.json:

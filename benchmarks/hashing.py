@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashes: base's hasher against ours, in one process.
+"""Block hashes: base's hasher and the hybrid manager's, in one process.
 
     python benchmarks/hashing.py [--trials N] [--json FILE]
 
-Prompts differ from call to call, as requests do: a processor that sees the same tokens again
-has learnt the sizes that they are written in. Ids are log-uniform from 128 to 262,143, which
-makes 3.3 bytes a token in a pickle, as English and Python code have under Gemma 3's tokenizer
-(3.3 and 3.5). For comparison they are uniform: nearly all then take five bytes, and SHA-256 has
-half as much again to do.
+Prompts differ from call to call, as those of requests do: the branch predictor of a CPU learns the
+sizes of tokens that repeat. Ids are log-uniform from 128 to 262,143, which makes 3.3 bytes per
+token in a pickle; English and Python code under Gemma 3's tokenizer have 3.3 and 3.5. Uniform ids
+are measured for comparison: nearly all of them take five bytes, 1.5 times as much work for SHA-256.
 """
 
 import argparse
@@ -59,13 +58,13 @@ def uniform(generator: random.Random, count: int) -> list[int]:
 
 def make_hashers(algorithm: str, block_size: int) -> dict[str, RequestBlockHasher]:
     hash_fn = get_hash_fn_by_name(algorithm)
-    # What the engine core does first. Any first parent will do, and this one logs nothing.
+    # The engine core does this first. Any first parent will do, and this one logs nothing.
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn("first"))
     base = kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
-    ours = create_request_block_hasher(block_size, hash_fn, base)
-    if ours is base:
+    hybrid = create_request_block_hasher(block_size, hash_fn, base)
+    if hybrid is base:
         raise SystemExit(f"{algorithm}, block size {block_size}: base's hasher is used")
-    return {"base": base, "ours": ours}
+    return {"base": base, "hybrid": hybrid}
 
 
 def make_request(tokens: list[int]) -> Request:
@@ -74,7 +73,7 @@ def make_request(tokens: list[int]) -> Request:
 
 def compare(functions: dict[str, Callable[[], object]], trials: int) -> Row:
     seconds = median_seconds(functions, trials)
-    return seconds | {"ratio": seconds["base"] / seconds["ours"]}
+    return seconds | {"ratio": seconds["base"] / seconds["hybrid"]}
 
 
 def prompt_case(algorithm: str, block_size: int, draw: Any, trials: int) -> Row:
@@ -82,7 +81,7 @@ def prompt_case(algorithm: str, block_size: int, draw: Any, trials: int) -> Row:
     hashers = make_hashers(algorithm, block_size)
     generator = random.Random(0)
     requests = [make_request(draw(generator, PROMPT_TOKENS)) for _ in range(PROMPTS)]
-    if any(hashers["base"](request) != hashers["ours"](request) for request in requests):
+    if any(hashers["base"](request) != hashers["hybrid"](request) for request in requests):
         raise SystemExit(f"{algorithm}, block size {block_size}: the hashes differ")
 
     def hash_next(hasher: RequestBlockHasher) -> Callable[[], object]:
@@ -94,14 +93,14 @@ def prompt_case(algorithm: str, block_size: int, draw: Any, trials: int) -> Row:
 
 
 def decode_case(algorithm: str, block_size: int, trials: int) -> Row:
-    """Blocks that fill one at a time behind a prompt; the seconds are those of one block."""
+    """Blocks that fill one at a time after a prompt; seconds per block."""
     hashers = make_hashers(algorithm, block_size)
     generator = random.Random(0)
     tokens = text_like(generator, PROMPT_TOKENS + DECODE_BLOCKS * block_size)
     full = make_request(tokens)
     hashes = hashers["base"](full)
     first = PROMPT_TOKENS // block_size
-    # A request for each block, in which that is the one without a hash.
+    # One request per block, which is its only block without a hash.
     requests = []
     for known in range(first, first + DECODE_BLOCKS):
         requests.append(make_request(tokens[: (known + 1) * block_size]))
@@ -121,26 +120,26 @@ def decode_case(algorithm: str, block_size: int, trials: int) -> Row:
 
 
 def pause_case(algorithm: str, block_size: int, trials: int) -> Row:
-    """The longest pause of a second thread while a long prompt is hashed; medians."""
+    """The longest pause of another thread while a long prompt is hashed; medians."""
     hashers = make_hashers(algorithm, block_size)
     request = make_request(text_like(random.Random(0), LONG_PROMPT_TOKENS))
-    pauses: dict[str, list[float]] = {"idle": [], "base": [], "ours": []}
-    seconds: dict[str, list[float]] = {"base": [], "ours": []}
+    pauses: dict[str, list[float]] = {"idle": [], "base": [], "hybrid": []}
+    seconds: dict[str, list[float]] = {"base": [], "hybrid": []}
     for _ in range(trials):
         for name, hasher in hashers.items():
             pause, took = longest_pause(partial(hasher, request))
             pauses[name].append(pause)
             seconds[name].append(took)
-        # For as long as base takes: what the machine and a timer do to a thread.
+        # For as long as base takes: the pauses that come from the machine alone.
         pauses["idle"].append(longest_pause(lambda: time.sleep(seconds["base"][-1]))[0])
     medians = {f"{name}_pause": statistics.median(values) for name, values in pauses.items()}
     medians |= {name: statistics.median(values) for name, values in seconds.items()}
-    ratio = medians["base_pause"] / medians["ours_pause"]
+    ratio = medians["base_pause"] / medians["hybrid_pause"]
     return {"algorithm": algorithm, "block_size": block_size, "ratio": ratio} | medians
 
 
 def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
-    """The largest gap between a second thread's looks at the clock, and the seconds of work."""
+    """The largest gap between two clock reads of another thread, and the seconds of work."""
     started, stop, gaps = threading.Event(), threading.Event(), [0.0]
 
     def watch() -> None:
@@ -150,7 +149,7 @@ def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
             now = perf_counter()
             longest = max(longest, now - before)
             before = now
-        # Work that ends before this thread runs again has made it wait, too.
+        # Work that ends before this thread runs again has made it wait too.
         gaps[0] = max(longest, perf_counter() - before)
 
     thread = threading.Thread(target=watch)
@@ -177,17 +176,17 @@ def main() -> None:
 
     print_table(
         f"A prompt of {PROMPT_TOKENS:,} tokens",
-        ["algorithm", "block size", "tokens", "base", "ours", "ratio"],
+        ["algorithm", "block size", "tokens", "base", "hybrid", "ratio"],
         [[r["algorithm"], r["block_size"], r["tokens"], *figures(r)] for r in prompts],
     )
     print_table(
         "A block that fills during decode",
-        ["algorithm", "block size", "base", "ours", "ratio"],
+        ["algorithm", "block size", "base", "hybrid", "ratio"],
         [[r["algorithm"], r["block_size"], *figures(r)] for r in decode],
     )
     print_table(
         f"The longest pause of another thread, {LONG_PROMPT_TOKENS:,} tokens, block size 16",
-        ["algorithm", "base", "ours", "ratio", "no work", "base takes", "ours takes"],
+        ["algorithm", "base", "hybrid", "ratio", "no work", "base takes", "hybrid takes"],
         [[r["algorithm"], *pause_figures(r)] for r in pauses],
     )
     if arguments.json:
@@ -195,13 +194,14 @@ def main() -> None:
 
 
 def figures(row: Row) -> list[str]:
-    return [format_seconds(row["base"]), format_seconds(row["ours"]), f"{row['ratio']:.1f}x"]
+    return [format_seconds(row["base"]), format_seconds(row["hybrid"]), f"{row['ratio']:.1f}x"]
 
 
 def pause_figures(row: Row) -> list[str]:
-    base, ours, idle = (format_seconds(row[f"{name}_pause"]) for name in ("base", "ours", "idle"))
-    durations = [format_seconds(row["base"]), format_seconds(row["ours"])]
-    return [base, ours, f"{row['ratio']:.1f}x", idle, *durations]
+    names = ("base", "hybrid", "idle")
+    base, hybrid, idle = (format_seconds(row[f"{name}_pause"]) for name in names)
+    durations = [format_seconds(row["base"]), format_seconds(row["hybrid"])]
+    return [base, hybrid, f"{row['ratio']:.1f}x", idle, *durations]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV cache manager costs: base's time over the fork's, in one process.
+"""The cost of the KV cache manager: base's and the hybrid manager in one process.
 
     python benchmarks/manager.py [--groups 1 2 6 46] [--requests 256 ...] [--json FILE]
 
 Drives both managers as base's scheduler does, with requests of 2,048 tokens. The managers take
-turns; a figure is the median over the trials, in microseconds for one request.
+turns; each figure is the median over the trials, in microseconds per request.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from shapes import (
 )
 from vllm.v1.request import Request
 
-#: Two blocks long, so that every kind of work comes twice.
+#: Two blocks, so that every kind of work occurs twice.
 NUM_DECODE_STEPS = 2 * BLOCK_SIZE
 OPERATIONS = {
     "decode": "one decode step",
-    "quiet": "of these, one without an event",
+    "quiet": "a decode step without an event",
     "place": "place a new prompt",
     "adopt": "adopt a cached prompt",
     "free": "free",
@@ -41,7 +41,7 @@ OPERATIONS = {
 def run_trial(
     manager: Any, requests: list[Request], same_prompts: list[Request]
 ) -> dict[str, float]:
-    """Seconds of each operation, for one request."""
+    """Seconds of each operation per request."""
     allocate_slots, free = manager.allocate_slots, manager.free
     seconds = {}
 
@@ -123,22 +123,22 @@ def main() -> None:
     for num_groups, num_requests in itertools.product(arguments.groups, arguments.requests):
         medians = measure(num_groups, num_requests, arguments.trials)
         for operation, title in OPERATIONS.items():
-            ours, theirs = medians["fork"][operation], medians["base"][operation]
+            base, hybrid = (medians[name][operation] for name in ("base", "hybrid"))
             case = {"groups": num_groups, "requests": num_requests, "operation": operation}
-            results.append(case | {"base": theirs, "fork": ours})
+            results.append(case | {"base": base, "hybrid": hybrid})
             rows.append(
                 (
                     f"{num_groups}",
                     f"{num_requests}",
                     title,
-                    f"{theirs * 1e6:,.2f}",
-                    f"{ours * 1e6:,.2f}",
-                    f"{theirs / ours:,.1f}x",
+                    f"{base * 1e6:,.2f}",
+                    f"{hybrid * 1e6:,.2f}",
+                    f"{base / hybrid:,.1f}x",
                 )
             )
     print_table(
-        f"Requests of {NUM_PROMPT_TOKENS:,} tokens, us for one request",
-        ("groups", "requests", "operation", "base", "fork", "ratio"),
+        f"Requests of {NUM_PROMPT_TOKENS:,} tokens, us per request",
+        ("groups", "requests", "operation", "base", "hybrid", "ratio"),
         rows,
     )
     if arguments.json:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of the KV cache manager's cost, from what `manager.py` measured.
+"""Plot the cost of the KV cache manager, from the JSON of `manager.py`.
 
 python benchmarks/manager.py --json groups.json
 python benchmarks/manager.py --groups 6 --requests 16 64 256 1024 --json requests.json
@@ -15,14 +15,14 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import ScalarFormatter
 
-COLORS = {"base": "tab:orange", "fork": "tab:blue"}
-#: The operations that are shown, and how.
+COLORS = {"base": "tab:orange", "hybrid": "tab:blue"}
+#: The operations that are shown, and their line styles.
 STYLES = {"decode": "-", "place": "--"}
 TITLES = {"decode": "a decode step", "place": "place a prompt"}
 
 
 def draw(axes: Axes, results: list[dict[str, Any]], against: str) -> None:
-    """Cost of one request in microseconds, by the number of groups or of requests."""
+    """Draw the cost per request in microseconds against the number of groups or of requests."""
     for name, color in COLORS.items():
         for operation, style in STYLES.items():
             points = [r for r in results if r["operation"] == operation]
@@ -51,7 +51,7 @@ def main() -> None:
     groups = json.loads(arguments.groups.read_text())["results"]
     requests = json.loads(arguments.requests.read_text())["results"]
 
-    # The same file for the same numbers.
+    # The same numbers must make the same file.
     plt.rcParams["svg.hashsalt"] = "hybrid-kv"
     _, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     draw(left, groups, "groups")

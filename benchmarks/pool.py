@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pool of blocks costs by its size: start-up, memory, garbage collection, operations.
+"""The cost of a pool of blocks by its size: start-up, memory, garbage collection, operations.
 
     python benchmarks/pool.py [--blocks 10000 100000 500000 2000000] [--served N ...] [--json FILE]
 
-Each figure comes from a process of its own. The model has one full-attention and one sliding-window
-group; the pool is full of cached blocks when operations and the garbage collection are measured.
+Each row is measured in a process of its own. The model has one full-attention group and one
+sliding-window group. The pool is full of cached blocks when operations and garbage collection are
+measured.
 """
 
 import argparse
@@ -21,22 +22,22 @@ from common import add_common_arguments, format_seconds, print_table, write_json
 from shapes import BLOCK_SIZE, NUM_PROMPT_TOKENS, build_manager, make_requests, managers, start
 
 NUM_GROUPS = 2
-#: Requests whose prompts fill the pool again and again: more than are ever cached at once.
+#: Requests that are placed before all of them are freed.
 BATCH = 32
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use."""
+    """Resident memory of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
 def measure(name: str, num_blocks: int, min_served: int, trials: int) -> dict[str, float]:
-    """All figures of one manager at one size, after ``min_served`` requests at least."""
+    """The figures of one manager at one size, after at least ``min_served`` requests."""
     manager_class = managers()[name]
     build_manager(manager_class, NUM_GROUPS, 100)  # imports and warms up
     gc.collect()
-    gc.freeze()  # what was there before is not the pool's to pay for
+    gc.freeze()  # objects from before the pool do not count
     gc.disable()
     before, begin = resident_bytes(), perf_counter()
     manager = build_manager(manager_class, NUM_GROUPS, num_blocks)
@@ -45,7 +46,7 @@ def measure(name: str, num_blocks: int, min_served: int, trials: int) -> dict[st
 
     seconds: list[float] = []
     num_served = 0
-    # Until the pool has been filled, and then evicted from, and then some more.
+    # Enough to fill the pool and to evict from it.
     num_to_fill = max(num_blocks // (NUM_PROMPT_TOKENS // BLOCK_SIZE) + BATCH, min_served)
     while num_served < num_to_fill or len(seconds) < trials:
         requests = make_requests(BATCH, 0, first=num_served)
@@ -98,7 +99,7 @@ def main() -> None:
         type=int,
         nargs="+",
         default=(0,),
-        help="requests served before operations are measured; at least so many as fill the pool",
+        help="requests served before operations are measured; at least as many as fill the pool",
     )
     parser.add_argument(
         "--managers", nargs="+", choices=tuple(managers()), default=tuple(managers())
@@ -129,7 +130,7 @@ def main() -> None:
             "blocks",
             "manager",
             "start-up",
-            "bytes a block",
+            "bytes per block",
             "when cached",
             "full gc",
             "garbage",

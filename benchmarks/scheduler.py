@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a whole scheduler step costs: base's scheduler with base's manager and with the fork's.
+"""The cost of a whole step of base's scheduler, with base's manager and the hybrid manager.
 
     python benchmarks/scheduler.py [--groups 6] [--requests 256] [--profile] [--json FILE]
 
-A step is `Scheduler.schedule()` plus `update_from_output()`, for requests that all decode. No
-model runs: each gets the same token. A figure is the median over the steps, in microseconds for
-one request.
+A step is `Scheduler.schedule()` plus `update_from_output()`, for requests that all decode. No model
+runs: each request gets the same token. Each figure is the median over the rounds, in microseconds
+per request.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from support.oracle.engine_config import (
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.outputs import ModelRunnerOutput
 
-#: Between two measured rounds of steps, the two schedulers take turns.
+#: The two schedulers take turns, a round of steps each.
 STEPS_PER_ROUND = 2 * BLOCK_SIZE
 
 
 class DecodingScheduler:
-    """Base's scheduler with requests whose prompts have been computed."""
+    """Base's scheduler with requests whose prompts are computed."""
 
     def __init__(self, manager_class: Any, num_groups: int, num_requests: int, steps: int) -> None:
         settings = OracleSettings(
@@ -62,7 +62,7 @@ class DecodingScheduler:
         self.step()
 
     def step(self) -> float:
-        """Schedule a step and take its output; returns the seconds."""
+        """Schedule a step and process its output; returns the seconds."""
         begin = perf_counter()
         scheduled = self.scheduler.schedule()
         seconds = perf_counter() - begin
@@ -78,7 +78,7 @@ class DecodingScheduler:
 
 
 def measure(num_groups: int, num_requests: int, rounds: int) -> dict[str, float]:
-    """Median seconds of a step for one request, by manager."""
+    """Median seconds of a step per request, by manager."""
     steps = (rounds + 1) * STEPS_PER_ROUND + 1
     schedulers = {
         name: DecodingScheduler(manager_class, num_groups, num_requests, steps)
@@ -97,8 +97,8 @@ def measure(num_groups: int, num_requests: int, rounds: int) -> dict[str, float]
 
 
 def print_profile(num_groups: int, num_requests: int) -> None:
-    """Where the time of the fork's steps goes, by the file that the code is in."""
-    decoding = DecodingScheduler(managers()["fork"], num_groups, num_requests, STEPS_PER_ROUND)
+    """Print where the time of the hybrid manager's steps goes, by source file."""
+    decoding = DecodingScheduler(managers()["hybrid"], num_groups, num_requests, STEPS_PER_ROUND)
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(STEPS_PER_ROUND):
@@ -116,8 +116,8 @@ def print_profile(num_groups: int, num_requests: int) -> None:
     total = seconds.total()
     per_step = num_requests * STEPS_PER_ROUND
     print_table(
-        f"Where a step of the fork goes, {num_groups} groups, with the profiler's own overhead",
-        ("own time in", "share", "calls for one request"),
+        f"A step with the hybrid manager, {num_groups} groups, with the profiler's own overhead",
+        ("own time in", "share", "calls per request"),
         [
             (place, f"{own / total:.0%}", f"{calls[place] / per_step:.2f}")
             for place, own in seconds.most_common(12)
@@ -129,7 +129,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, nargs="+", default=(1, 2, 6, 46))
     parser.add_argument("--requests", type=int, nargs="+", default=(256,))
-    parser.add_argument("--profile", action="store_true", help="show where the fork's time goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the time of the hybrid manager goes"
+    )
     add_common_arguments(parser, trials=7)
     arguments = parser.parse_args()
     results, rows = [], []
@@ -137,12 +139,12 @@ def main() -> None:
         for num_requests in arguments.requests:
             seconds = measure(num_groups, num_requests, arguments.trials)
             results.append({"groups": num_groups, "requests": num_requests, **seconds})
-            figures = [f"{seconds[name] * 1e6:,.1f}" for name in ("base", "fork")]
-            ratio = f"{seconds['base'] / seconds['fork']:.2f}x"
+            figures = [f"{seconds[name] * 1e6:,.1f}" for name in ("base", "hybrid")]
+            ratio = f"{seconds['base'] / seconds['hybrid']:.2f}x"
             rows.append((num_groups, num_requests, *figures, ratio))
     print_table(
-        "A scheduler step, us for one decoding request",
-        ("groups", "requests", "base", "fork", "ratio"),
+        "A scheduler step, us per decoding request",
+        ("groups", "requests", "base", "hybrid", "ratio"),
         rows,
     )
     if arguments.profile:

@@ -67,7 +67,7 @@ def build_manager(manager_class: Callable[..., Any], num_groups: int, num_blocks
 
 
 def make_requests(count: int, num_output_tokens: int, first: int = 0) -> list[Request]:
-    """Requests with different prompts whose first output tokens are there already."""
+    """Requests with different prompts, each with its first output tokens."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     requests = []
@@ -86,15 +86,15 @@ def make_requests(count: int, num_output_tokens: int, first: int = 0) -> list[Re
 
 
 def managers() -> dict[str, Callable[..., Any]]:
-    """Base's manager class and the fork's."""
+    """The manager classes by name: base's and the hybrid manager."""
     from vllm.v1.core import kv_cache_manager as base
     from vllm.v1.core.hybrid import KVCacheManager
 
-    return {"base": base.KVCacheManager, "fork": KVCacheManager}
+    return {"base": base.KVCacheManager, "hybrid": KVCacheManager}
 
 
 def start(manager: Any, request: Request) -> int:
-    """Look a new request up and give it slots for its prompt, as base's scheduler does.
+    """Place a new request with its whole prompt, as base's scheduler does.
 
     Returns the length of its prefix hit in tokens.
     """
@@ -120,6 +120,6 @@ def start(manager: Any, request: Request) -> int:
 
 
 def reset(request: Request) -> None:
-    """The request waits again, with nothing computed."""
+    """Return a request to the waiting state, with no computed tokens."""
     request.status = RequestStatus.WAITING
     request.num_computed_tokens = 0
