@@ -30,14 +30,14 @@ def name_of(function: tuple[ast.Module | ast.ClassDef, ast.FunctionDef]) -> str:
     return f"{owner.name}.{node.name}" if isinstance(owner, ast.ClassDef) else node.name
 
 
-def stub_arguments(node: ast.FunctionDef) -> list[tuple[str, object]]:
+def stub_arguments(node: ast.FunctionDef) -> list[tuple[str, Any]]:
     """Names and defaults."""
     arguments, defaults = node.args.args, [ast.literal_eval(d) for d in node.args.defaults]
     padded = [NO_DEFAULT] * (len(arguments) - len(defaults)) + defaults
     return [(argument.arg, default) for argument, default in zip(arguments, padded, strict=True)]
 
 
-def native_arguments(signature: str, defaults: tuple[object, ...]) -> list[tuple[str, object]]:
+def native_arguments(signature: str, defaults: tuple[object, ...]) -> list[tuple[str, Any]]:
     """The same of a nanobind signature, which writes a default as a backslash and its index."""
     node = ast.parse(f"{signature.replace(chr(92), '')}: ...").body[0]
     assert isinstance(node, ast.FunctionDef)
