@@ -139,7 +139,8 @@ MUTANTS = (
     Mutant(
         "blocks are not kept back for the other types while one allocates",
         NATIVE_REQUEST,
-        "i < tables_.size(); ++i) {\n    const NewBlocks added = new_blocks(targets[i], tables_[i]->size());",
+        "i < tables_.size(); ++i) {\n"
+        "    const NewBlocks added = new_blocks(targets[i], tables_[i]->size());",
         "i < 1 && i < tables_.size(); ++i) {\n"
         "    const NewBlocks added = new_blocks(targets[i], tables_[i]->size());",
     ),
