@@ -11,10 +11,12 @@ import pytest
 from support.plugin_state import plugin_state_restored
 from tools import checkpoints
 from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.config import _CONFIG_REGISTRY, get_config
 from vllm.transformers_utils.configs.plamo2 import Plamo2Config
 from vllm.v1.core.hybrid import activation, plamo2
+from vllm.v1.core.hybrid.options import HybridKVOptions
 from vllm.v1.core.hybrid.plamo2 import PLAMO2, PLAMO2_CONFIG
 
 
@@ -108,3 +110,13 @@ def test_base_finds_out_what_the_model_is() -> None:
     assert model.get_head_size() == 32
     assert model.get_mamba_chunk_size() == 64
     assert model.max_model_len == 4096
+
+
+def test_the_model_stays_where_base_manages_its_cache() -> None:
+    """``enabled`` is an option of the KV cache manager alone."""
+    plamo2.activate()
+    options = {"hybrid_kv": {"enabled": False}}
+    args = EngineArgs(str(checkpoints.tiny_plamo2()), dtype="float32", additional_config=options)
+    config = args.create_engine_config()
+    assert HybridKVOptions.from_vllm_config(config).enabled is False
+    assert config.model_config.architecture == PLAMO2
