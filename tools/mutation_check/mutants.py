@@ -131,7 +131,7 @@ MUTANTS = (
         "num_blocks, 1",
     ),
     Mutant(
-        "types are not asked again after one shortened the hit",
+        "types are not searched again after one shortened the hit",
         HYBRID,
         "or len(self._to_verify) <= 1",
         "or len(self._to_verify) <= 9",
@@ -351,13 +351,13 @@ MUTANTS = (
         "len(found)",
     ),
     Mutant(
-        "nor is it in a window",
+        "the last block that matches in a window is not dropped for EAGLE",
         RECENT,
         "max(len(run) - 1, 0)",
         "len(run)",
     ),
     Mutant(
-        "a hit of a window gives the block after it for the first one before it",
+        "a hit of a window takes the block after it for its first block",
         RECENT,
         "self.num_blocks_around = self.num_blocks_before + self.num_peeked",
         "self.num_blocks_around = max(self.num_blocks_before, self.num_peeked)",
@@ -375,7 +375,7 @@ MUTANTS = (
         "b // self.block_size for b",
     ),
     Mutant(
-        "nobody drops a block where no group is said to be the drafter's",
+        "no type drops a block if no group is marked as the drafter's",
         TYPES,
         "if use_eagle and not flagged else",
         "if use_eagle and flagged else",
