@@ -262,7 +262,7 @@ def test_switched_off_for_a_model_that_it_could_serve(tmp_path):
     ("variable", "value", "ok", "found"),
     [
         ("VLLM_HYBRID_KV", "1", True, "1 (on)"),
-        ("VLLM_HYBRID_KV", "maybe", False, "must be 0 (off) or 1 (on, the default), got 'maybe'"),
+        ("VLLM_HYBRID_KV", "maybe", False, "VLLM_HYBRID_KV must be 0 (off) or 1 (on, the default)"),
         ("VLLM_PLUGINS", "a,hybrid_kv", True, "'a,hybrid_kv' has hybrid_kv"),
         ("VLLM_PLUGINS", "a,b", False, "'a,b' lacks hybrid_kv"),
         ("VLLM_PLUGINS", "", False, "'' lacks hybrid_kv"),
