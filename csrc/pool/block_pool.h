@@ -17,7 +17,7 @@
 
 namespace hybrid_kv {
 
-// What the pool needs to know about an attention type.
+// Sizes of an attention type.
 struct TypeShape {
   std::int64_t num_groups;        // physical blocks per logical block
   std::int64_t block_size;        // tokens per block

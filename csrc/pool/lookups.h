@@ -30,7 +30,7 @@ class Lookups {
     for (std::size_t n = 0; n < kStage; ++n) load_block(n);
   }
 
-  // The block with the next hash, or the null block. To be called at most once per hash.
+  // The block with the next hash, or the null block. Call it at most once per hash.
   BlockIndex next() {
     const std::size_t n = num_done_++;
     const BlockIndex found = index_.find(digests_[n % kRing]);

@@ -46,7 +46,7 @@ class PrefixHits {
   std::vector<Hit> hits_;
 };
 
-// The block tables of one request. An operation is for all of them, or changes nothing.
+// The block tables of one request. Each operation applies to all tables or changes nothing.
 class RequestTables {
  public:
   // Throws std::invalid_argument unless the tables are of this pool and in ascending order of type.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python module. This folder converts between Python and C++; rules are in the other folders.
+// The Python module. This folder converts between Python and C++, and has the gates; rules are in
+// the other folders.
 #include <nanobind/nanobind.h>
 
 #include "python/convert.h"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugins of this package share: the switch, tested versions, and changes to base.
+"""What the plugins of this package share: the switch, the tested versions, reversible patches.
 
 vLLM loads each entry point of its group ``vllm.general_plugins`` in every process. This package
 has three: the KV cache manager (`plugin`), block hashing (`block_hashing.plugin`) and PLaMo 2
@@ -35,7 +35,7 @@ def is_switched_on() -> bool:
 
 
 def is_supported(base_version: str) -> bool:
-    """Whether the package was tested with a vLLM version; ``+cpu`` and the like do not matter."""
+    """Whether the package was tested with a vLLM version, suffixes such as ``+cpu`` aside."""
     return base_version.split("+")[0] in SUPPORTED_BASE_VERSIONS
 
 
@@ -68,7 +68,7 @@ class Patches:
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Put ``ours`` under ``name`` in a module or class of base.
 
-        The engine core has names of its own for what it imports. It is not imported here, which
+        Also replaces the engine core's own reference if that module is loaded. Importing it here
         would take 0.3 s in every process. A later import finds the replacement.
         """
         base = vars(owner)[name]
@@ -141,7 +141,7 @@ class Plugin:
             self._switch_patches.restore()
 
     def _warn_once(self, obstacle: str) -> None:
-        """Once for all processes of an engine: the others are children of the first."""
+        """Log a reason once, and only in the main process."""
         if obstacle not in self._warned and multiprocessing.parent_process() is None:
             logger.warning("Hybrid KV cache: not active, because %s", obstacle)
         self._warned.add(obstacle)
@@ -149,8 +149,8 @@ class Plugin:
     def _register_switch(self) -> None:
         """Register our variable with vLLM's environment check.
 
-        The check takes each variable that begins with ``VLLM_`` for vLLM's own. It warns of those
-        that it does not know, or refuses to start (``--fail-on-environ-validation``).
+        The check treats every ``VLLM_`` variable as vLLM's own. It warns about unknown ones, or
+        refuses to start (``--fail-on-environ-validation``).
         """
         from vllm.platforms.interface import Platform
 

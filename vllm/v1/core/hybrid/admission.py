@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request gets its slots when it brings a prefix hit or a load, or must fit whole."""
+"""Decides whether requests with a hit, a load or a full-sequence check get their slots."""
 
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator, RequestBlocks
@@ -36,11 +36,12 @@ class Admission:
     ) -> bool:
         """Adopt ``hits`` (per type, maybe empty) if ``step`` can be allocated afterwards.
 
-        ``whole`` describes the whole sequence as one step, if it must fit, too. It may keep fewer
-        blocks free than ``step``: what is reserved for others now is free again later.
+        ``whole`` is the whole sequence as one step; None if it need not fit. It ignores blocks that
+        are reserved for others, which become free later.
 
         Returns:
-            Whether the request is admitted. If not, nothing is adopted.
+            Whether the request is admitted. If not, nothing is adopted, but blocks that are no
+            longer read may have been released.
         """
         coordinator, pool = self.coordinator, self.block_pool
         if not coordinator.is_usable(hits):
@@ -48,7 +49,7 @@ class Admission:
         # If all tokens are loaded, the last one is computed again and reads the window before it.
         resume_at = min(step.computed_end, request.num_tokens - 1)
         num_skipped = coordinator.num_skipped_blocks(step.hit_end, resume_at)
-        # A hit only saves blocks: where there is room without it, nothing has to be counted.
+        # If everything fits without the hit, which only saves blocks, no exact count is made.
         num_free = pool.get_num_free_blocks()
         max_slots = step.max_slots if whole is None else max(step.max_slots, whole.max_slots)
         if coordinator.max_physical_blocks(max_slots) > num_free - step.num_kept_free:
@@ -69,7 +70,7 @@ class Admission:
             if num_missing > num_free - num_evictable - step.num_kept_free:
                 return False
         has_hit = step.hit_end > request.num_computed_tokens
-        # If a prompt's only token was loaded, the request has its blocks and comes back for it.
+        # A request whose only token was loaded already has its blocks and adopts nothing.
         if has_hit or (blocks.is_new and step.computed_end > step.hit_end):
             pool.adopt(blocks.tables, hits, num_skipped)
             if self._residency is not None:

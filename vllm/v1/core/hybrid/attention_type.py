@@ -82,8 +82,8 @@ def get_attention_types(
 ) -> tuple[AttentionType, ...]:
     """The attention types of a model, in the order of their first group.
 
-    As in base, draft layers with the spec of other layers join their type, which then is one of
-    EAGLE.
+    As in base, draft layers with the spec of other layers belong to the same type, and set its
+    ``is_eagle``.
     """
     specs: list[KVCacheSpec] = []
     group_ids: list[list[int]] = []

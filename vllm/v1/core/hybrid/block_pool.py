@@ -95,7 +95,7 @@ class BlockPool(_core.BlockPool):
     def report_evictions(self) -> None:
         """Report evictions since the last call to the event log, which must be on.
 
-        To be called before any other event is logged, so that events are in order.
+        Call it before logging another event, to keep the order.
         """
         assert self.event_log is not None
         for type_id, block_hash in self.take_evictions():

@@ -30,8 +30,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Kinds that are not covered at all. In other kinds only single specs are not covered, such as
-#: R-SWA among full attention. For these the spec's own name says more.
+#: Kinds of which no spec is covered. For single specs of other kinds, such as R-SWA among full
+#: attention, the message uses the spec's class name.
 _NAMED_KINDS = {
     KVCacheSpecKind.ENCODER_ONLY_ATTENTION: "encoder-only attention",
     KVCacheSpecKind.SINK_FULL_ATTENTION: "full attention with a sink",
@@ -187,14 +187,14 @@ def _kv_cache_group(group: KVCacheGroupSpec, is_eagle: bool) -> str | None:
             return f"the Mamba cache mode {spec.mamba_cache_mode}"
         if spec.num_speculative_blocks > 0:
             return "Mamba with speculative decoding"
-    # Base's manager raises in its first lookup.
+    # Base raises in the first lookup of such a model.
     if is_eagle and isinstance(spec, ChunkedLocalAttentionSpec):
         return "speculative decoding from hidden states with chunked local attention"
     return None
 
 
 def _partial_block_events(facts: EngineFacts) -> str | None:
-    # Base then also publishes the part of a block that a prompt's end fills.
+    # In this case base also publishes the partial last block of a prompt.
     if facts.enable_kv_cache_events and any(
         isinstance(group.kv_cache_spec, FullAttentionSpec)
         and group.kv_cache_spec.block_size > facts.hash_block_size
@@ -208,10 +208,10 @@ def _states(facts: EngineFacts) -> str | None:
     specs = [group.kv_cache_spec for group in facts.kv_cache_config.kv_cache_groups]
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     config = None if facts.vllm_config is None else facts.vllm_config.speculative_config
-    # Even if a spec has no blocks for drafts, as with base's RecoverSSM.
+    # This includes specs without speculative blocks, such as RecoverSSM's.
     if states and (config is not None or facts.use_eagle or facts.num_prefill_lookahead):
         return "Mamba with speculative decoding"
-    # Base keeps such a state where hits of all types can end. That need not be a block's end then.
+    # Base keeps this state at the hit alignment, which may lie inside of a larger block.
     hit_alignment = math.lcm(*(spec.block_size for spec in specs if spec.prefix_cacheable))
     for spec in states:
         if spec.mamba_cache_mode != "align" or not spec.num_prefill_checkpoint_blocks:
@@ -227,7 +227,7 @@ def _states(facts: EngineFacts) -> str | None:
 
 
 def _hits_inside_a_block(facts: EngineFacts) -> str | None:
-    # Base then copies the state of the hit before it writes on (copy on write).
+    # Base copies the hit's state before writing (copy on write).
     if partial_hash_hits_enabled(facts.kv_cache_config.kv_cache_groups, facts.hash_block_size):
         return f"prefix hits inside of a Mamba block (prefix match unit {facts.hash_block_size})"
     return None

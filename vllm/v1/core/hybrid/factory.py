@@ -51,7 +51,7 @@ def create_kv_cache_manager(*args: Any, **kwargs: Any) -> KVCacheManager | BaseK
 
 
 class _Either(ABCMeta):
-    """Makes a class of the two managers: calling it builds one, and both are instances of it."""
+    """Metaclass: calling the class builds one of the managers; isinstance accepts both."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is EitherKVCacheManager:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gates: native functions that answer at once for requests without work in a step."""
+"""The gates: native functions that return at once if a step has no work for the manager."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,18 +15,18 @@ class StepGates:
     """Which requests sleep, and until how many tokens.
 
     Most decode steps cross no block boundary, so most calls of `allocate_slots` and `cache_blocks`
-    have nothing to do. A gate stands before each of the two methods. It compares the token count
-    of the step with one number, and below that number no Python runs. A request that sleeps too
-    long stalls silently, so this class is the only place that sets the number.
+    have nothing to do. A gate stands before each of the two methods. It compares the end of the
+    step, lookahead included, with one number, and below that number no Python runs. A request that
+    sleeps too long stalls silently, so this class is the only place that sets the number.
     """
 
     def __init__(self) -> None:
         self._next_events: dict[str, int] = {}
 
     def guard(self, manager: "KVCacheManager", cls: type["KVCacheManager"]) -> None:
-        """Put gates before the two methods of ``manager``, as far as ``cls`` defines them.
+        """Replace the two methods of ``manager`` by gates.
 
-        A subclass that overrides a method is called every time.
+        A method that a subclass of ``cls`` overrides is called every time.
         """
         if type(manager).allocate_slots is cls.allocate_slots:
             manager.allocate_slots = gate_allocate_slots(  # type: ignore[method-assign]
@@ -42,7 +42,7 @@ class StepGates:
             )
 
     def sleep_until(self, request_id: str, num_tokens: int) -> None:
-        """Let steps that end before ``num_tokens`` pass without a call."""
+        """Return from the gates without a call for steps that end before ``num_tokens``."""
         self._next_events[request_id] = num_tokens
 
     def wake(self, request_id: str) -> None:

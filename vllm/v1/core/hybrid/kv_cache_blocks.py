@@ -29,7 +29,7 @@ class PhysicalBlock(NamedTuple):
     """What base's callers read of one block of one KV cache group."""
 
     block_id: int
-    #: Set while the block is in the prefix cache, so that its content is complete.
+    #: Set while the block is in the prefix cache. Its content is then complete.
     block_hash: bytes | None
     is_null: bool
 

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-#: Statuses of requests that wait to be admitted. Their admission must leave the watermark free.
+#: Statuses of requests that wait. Admitting one must leave the watermark free.
 NEWCOMERS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -154,7 +154,7 @@ class KVCacheManager:
     def get_computed_blocks_for_connector(
         self, request: Request
     ) -> tuple[KVCacheBlocks, int, int, bool]:
-        """`get_computed_blocks`, and whether types differ in the hit: here they never do."""
+        """Like `get_computed_blocks`. The last item is False: all types have one hit length."""
         return *self.get_computed_blocks(request), False
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -190,7 +190,7 @@ class KVCacheManager:
         return self.create_kv_cache_blocks(tuple(cut))
 
     def estimate_cached_tokens(self, request: Request) -> int:
-        """Tokens of a request that are in the prefix cache of every attention type."""
+        """Tokens up to the last cached block of a request, at the minimum over all types."""
         blocks = self.coordinator.blocks_of(request.request_id)
         return min((table.num_cached_tokens() for table in blocks.tables), default=0)
 
@@ -244,7 +244,8 @@ class KVCacheManager:
                 attention; 0 from the next step on.
             full_sequence_must_fit: Admit only if all of the request's tokens would fit.
             reserved_blocks: Physical blocks to leave free for others.
-            has_scheduled_reqs: Whether others run. The watermark counts for newcomers then.
+            has_scheduled_reqs: Whether other requests run. If so, a waiting request must leave the
+                watermark free.
             skip_zeroing_group_ids: KV cache groups whose new blocks a load fills after this step,
                 so that they must not be zeroed.
 
@@ -264,7 +265,7 @@ class KVCacheManager:
         is_newcomer = request.status in NEWCOMERS
         blocks = self.coordinator.blocks_of(request.request_id)
         if is_newcomer and not blocks.is_new:
-            # It kept its blocks, and comes back with the next input of a streaming session.
+            # Its load has arrived, or a streaming session has a new input.
             self.coordinator.take_up_caching(blocks, request.num_computed_tokens)
             self._gates.wake(request.request_id)
         watermark = self.watermark_blocks if is_newcomer and has_scheduled_reqs else 0
@@ -330,9 +331,9 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """What every step of a request does as far as it is due: release, allocate, cache."""
+        """Release, allocate and cache for a step, each only if it is due."""
         coordinator = self.coordinator
-        # First, since it makes room. A load reads nothing yet.
+        # Release first: it makes room. A step that only loads reads nothing and releases nothing.
         if step.step_end > step.computed_end:
             coordinator.release_processed(request, blocks, step.computed_end)
         new_blocks = self.empty_kv_cache_blocks
@@ -413,7 +414,7 @@ class KVCacheManager:
         return KVCacheBlocks(blocks, self._group_layout)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Always 0 per group, as in base, which has no cascade attention any more."""
+        """0 for each group. As in base, there is no cascade attention."""
         return [0] * self.num_kv_cache_groups
 
     def take_new_block_ids(self) -> list[int]:

@@ -22,7 +22,7 @@ def _apply(patches: Patches) -> None:
 
     if PLAMO2 in ModelRegistry.models:
         return
-    # By name: the model is imported only where it is used, and in no process before CUDA is set up.
+    # By name, so that the model is imported only where it is used, after CUDA setup.
     ModelRegistry.register_model(PLAMO2, f"vllm.model_executor.models.plamo2:{PLAMO2}")
     patches.undo.append(_remove(ModelRegistry.models, PLAMO2))
     if PLAMO2_CONFIG not in _CONFIG_REGISTRY:

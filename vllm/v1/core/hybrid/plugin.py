@@ -5,8 +5,9 @@ While it is active, three names of base are replaced:
 
 - ``KVCacheManager`` in the scheduler's module, by a class that builds the hybrid manager or base's;
 - ``Scheduler.__init__``, by a wrapper that gives the factory the engine's configuration;
-- ``EngineArgs.create_engine_config``, by a wrapper that makes a bad option an error before a model
-  is loaded.
+- ``EngineArgs.create_engine_config``, by a wrapper that checks our options first.
+
+`activation` also wraps ``Platform.validate_environ``.
 """
 
 import functools
@@ -27,8 +28,7 @@ def _find_obstacle() -> str | None:
 
 
 def _apply(patches: Patches) -> None:
-    # These imports take 0.1 s at most where vLLM loads plugins: most of it is imported already, or
-    # comes with the model.
+    # These imports take 0.1 s at most, because vLLM has loaded or will load most of them.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.hybrid.factory import EitherKVCacheManager, current_engine
     from vllm.v1.core.hybrid.options import HybridKVOptions

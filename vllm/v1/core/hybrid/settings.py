@@ -14,14 +14,14 @@ class CacheSettings:
     max_model_len: int
     #: Most tokens that can be scheduled and not yet computed, over all steps in flight.
     max_in_flight_tokens: int
-    #: Least common multiple of the block sizes. Prefix hits end at its multiples.
+    #: A common multiple of the block sizes (base: the least). Prefix hits end at its multiples.
     scheduler_block_size: int
     #: Tokens per block hash; divides every block size.
     hash_block_size: int
     enable_caching: bool
     #: Where sliding windows and Mamba keep cached blocks. None: at every position where a hit can
-    #: end. 0: at the end of prompts and at junctions of shared prefixes. Otherwise also every so
-    #: many tokens.
+    #: end. 0: at the end of prompts and at junctions of shared prefixes. Otherwise also at
+    #: every multiple of it.
     retention_interval: int | None
     #: Whether the worker must zero newly allocated blocks before use.
     needs_zeroing: bool
@@ -31,7 +31,7 @@ class CacheSettings:
 
     @property
     def num_reprefillable_tokens(self) -> int:
-        """Computed tokens at the end whose KV a drafter may still compute anew."""
+        """Computed tokens at the end whose KV a drafter may compute again."""
         return max(self.num_prefill_lookahead - 1, 0)
 
     def hashes_per_block(self, block_size: int) -> int:

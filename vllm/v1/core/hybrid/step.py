@@ -3,7 +3,7 @@
 
 from typing import NamedTuple
 
-#: No position or count reaches it.
+#: Larger than every position and count. As a count it means "all".
 NEVER = 1 << 62
 
 
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     #: Tokens before it are final once the step has run: at most ``step_end``, drafts excluded.
     final_end: int
     slots_end: int
-    #: The prompt, and for a preempted request its output, ends here.
+    #: End of the prefill: the prompt, and the output of a preempted request.
     prefill_end: int
     #: Tokens that an encoder computes in the step, for cross attention.
     num_encoder_tokens: int = 0
@@ -40,5 +40,5 @@ class Step(NamedTuple):
 
 
 #: What a block table must hold after a step: its length in blocks, and how many of the new blocks
-#: are written. The last ones are; null blocks stand for the others.
+#: get physical ids. The last new blocks get ids; the others are null.
 Target = tuple[int, int]

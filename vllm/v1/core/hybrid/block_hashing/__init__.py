@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashes in native code. Works with base's manager just as well."""
+"""Block hashes in native code. Works with either manager."""

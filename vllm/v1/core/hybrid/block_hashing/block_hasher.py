@@ -3,8 +3,7 @@
 
 A block's hash is the hash of a serialized ``(parent, tokens, keys)``. Native code writes parent and
 tokens. The extra keys that follow are the same for all blocks of a request, and Python serializes
-them. So the hash includes whatever Python does with keys, for instance pickle's back references to
-an object that occurs twice.
+them. This keeps details such as pickle's back references equal to base's.
 """
 
 import pickle
@@ -69,7 +68,7 @@ def create_request_block_hasher(
     hash_blocks = BlockHasher(algorithm.name, hash_block_size).hash_blocks
     write_rest = algorithm.write_rest
     no_keys = write_rest(None)
-    # The pickle format is up to the interpreter: another one may write it differently.
+    # Pickle's bytes may differ between Python versions, so compare two samples.
     for keys in (None, (("lora", "name", "name"),)):
         sample = (bytes(range(32)), tuple(range(-1, hash_block_size - 1)), keys)
         if hash_blocks(sample[0], list(sample[1]), 0, write_rest(keys)) != [

@@ -21,9 +21,9 @@ __all__ = [
 def create_coordinator(block_pool: BlockPool) -> KVCacheCoordinator:
     """The coordinator for the attention types of a pool.
 
-    A model without KV cache has no prefixes to cache. Neither has a model with cross attention:
-    equal decoder tokens do not mean that they attended to equal encoder tokens. Base says so at
-    start-up, but raises in its first lookup if the user asked for prefix caching all the same.
+    Models without a KV cache or with cross attention get no prefix cache: equal decoder tokens may
+    belong to unequal encoder tokens. Base turns caching off for them by default. If the user turns
+    it on, base raises in the first lookup, and the hybrid manager finds no hits.
 
     Raises:
         ValueError: for settings that do not fit the model, or a type that no manager serves.

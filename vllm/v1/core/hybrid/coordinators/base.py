@@ -39,8 +39,8 @@ class RequestBlocks:
         return self.next_slots == 0
 
     def next_event(self) -> int:
-        """The smallest number of tokens, including the step's own, at which there is work."""
-        # A step computes at least one token, which is not among the tokens processed before it.
+        """A lower bound of the next event, in tokens up to the end of a step's slots."""
+        # `next_released` counts the tokens before a step, and a step adds at least one.
         event = self.next_released + 1
         if self.next_slots < event:
             event = self.next_slots
@@ -60,7 +60,7 @@ class Hit:
 class KVCacheCoordinator(ABC):
     """Moves one request through the managers of all attention types."""
 
-    #: Read by base's scheduler and connectors. Base's manager serves hits within a block.
+    #: Read by base's callers. Always False: base's manager serves models with hits inside a block.
     enable_partial_hash_hits: ClassVar[bool] = False
 
     def __init__(self, block_pool: BlockPool) -> None:
@@ -85,7 +85,7 @@ class KVCacheCoordinator(ABC):
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
         self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
-        # No target changes within so many slots. gcd() ignores the 0 of types that do not grow.
+        # Targets change only at its multiples. gcd() ignores the 0 of types that do not grow.
         self._slots_unit = math.gcd(*(m.slots_per_block for m in self.managers)) or NEVER
         self._caching: tuple[SingleTypeKVCacheManager, ...] = self.managers
         self._releasing = tuple(m for m in self.managers if m.releases)
@@ -106,7 +106,7 @@ class KVCacheCoordinator(ABC):
             manager.new_step_starts()
 
     def new_blocks(self) -> RequestBlocks:
-        """Empty block tables, for a request that becomes known when it allocates."""
+        """Empty block tables. The request is recorded when it first allocates."""
         return RequestBlocks(self.block_pool.new_tables(), self._caching)
 
     def blocks_of(self, request_id: str) -> RequestBlocks:
@@ -130,18 +130,18 @@ class KVCacheCoordinator(ABC):
         return [m.target(step) for m in self.managers]
 
     def peak_targets(self, step: Step) -> list[Target]:
-        """Per type, the same, capped at the most blocks held at a time on the way there."""
+        """Per type, the target, capped at the most blocks that a request ever holds."""
         return [m.peak_target(step) for m in self.managers]
 
     def max_physical_blocks(self, num_tokens: int) -> int:
-        """An upper bound of the physical blocks for so many tokens, in all types together."""
+        """An upper bound of the physical blocks that all types need for ``num_tokens``."""
         return int(num_tokens * self._blocks_per_token) + len(self.single_type_managers)
 
     def num_skipped_blocks(self, hit_end: int, resume_at: int) -> Sequence[int]:
         """Per type, the leading blocks that no query from position ``resume_at`` on reads.
 
-        A KV connector loads the tokens between ``hit_end`` and ``resume_at``. As in base, what a
-        drafter may read again is kept among these.
+        A KV connector loads the tokens between ``hit_end`` and ``resume_at``. Of these tokens,
+        those that a drafter may read again are kept, as in base.
         """
         return [
             max(
@@ -199,7 +199,7 @@ class KVCacheCoordinator(ABC):
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks
-        # If block sizes do not divide each other this may be early, and then nothing is due yet.
+        # Too early, which is harmless, if the block sizes are not multiples of each other.
         blocks.next_slots = -(-step.slots_end // self._slots_unit) * self._slots_unit + 1
         return new_blocks
 
@@ -245,9 +245,9 @@ class KVCacheCoordinator(ABC):
         blocks.caching, blocks.next_cached = caching, next_cached
 
     def _resume_boundaries(self, request: Request) -> Sequence[int]:
-        """Positions where a later request is expected to resume, multiples of a hit's alignment."""
+        """Where a later request is expected to resume, in multiples of the scheduler block size."""
         # A request with the same prompt has one token left to compute, so it resumes at or before
-        # the last token. A request with the same prefix resumes where the lookup saw it end.
+        # the last token. A request with the same prefix resumes at the junction.
         alignment = self.scheduler_block_size
         boundaries = [(request.num_prompt_tokens - 1) // alignment * alignment]
         if self.eagle_group_ids:

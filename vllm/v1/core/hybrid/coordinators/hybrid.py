@@ -40,7 +40,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 hits[manager.type_id], candidate = manager.find_longest_hit(block_hashes, candidate)
                 if longest < 0:
                     longest = candidate
-            # A single type to verify has just answered for the candidate.
+            # With one type to verify, the candidate is its own answer.
             converged = candidate == length or len(self._to_verify) <= 1
             length = candidate
             if converged:

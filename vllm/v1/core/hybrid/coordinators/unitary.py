@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """Prefix caching with a single attention type: its hit is the hit."""
+    """Prefix caching with one attention type."""
 
     def __init__(self, block_pool: BlockPool) -> None:
         num_types = len(block_pool.attention_types)

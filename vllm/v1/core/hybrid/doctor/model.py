@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM would group a model's layers, found out without its weights.
+"""How vLLM groups a model's layers, determined without its weights.
 
 The model is built as an engine would build it, but on PyTorch's meta device, where tensors have a
 shape and no memory. Its attention layers then return their KV cache specs, and base's own functions
@@ -54,8 +54,8 @@ class ModelReport:
     """How a model's KV cache would be managed."""
 
     architecture: str
-    #: One row per KV cache group, as the columns `COLUMNS`. Groups of a manager stand together, and
-    #: only the first one names it.
+    #: One row per KV cache group, as the columns `COLUMNS`. Rows of a manager are adjacent;
+    #: only the first one has its name.
     rows: tuple[tuple[str, ...], ...]
     #: What sends the model to base's managers; None if nothing does.
     reason_for_base: str | None

@@ -46,7 +46,7 @@ def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
 
 
 def in_one_line(error: Exception, logged: Sequence[logging.LogRecord]) -> str:
-    """An error message, with its cause if vLLM has only logged that."""
+    """The error in one line, with the cause that vLLM logged."""
     message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     message = " ".join(message.removeprefix("Value error, ").split()) or type(error).__name__
     causes = [record.exc_info[1] for record in logged if record.exc_info]

@@ -24,7 +24,7 @@ class SingleTypeKVCacheManager(ABC):
     group.
     """
 
-    #: Whether every prefix of a hit is a hit too, so that a hit may simply be cut.
+    #: Whether every prefix of a hit is a hit too, so that a hit can be shortened without a lookup.
     downward_closed: ClassVar[bool] = False
     #: Whether blocks leave a request's table before the request ends.
     releases: ClassVar[bool] = False
@@ -43,7 +43,7 @@ class SingleTypeKVCacheManager(ABC):
         self.attention_type = attention_type
         self.kv_cache_spec = attention_type.spec
         self.block_size: int = attention_type.spec.block_size
-        #: The target grows once every so many slots; 0 if slots do not change it.
+        #: Slots per block of the table; 0 if slots do not change the target.
         self.slots_per_block: int = self.block_size
         self.num_groups = attention_type.num_groups
         #: Blocks after a hit that must be cached too and are computed again: what the drafter
@@ -54,7 +54,7 @@ class SingleTypeKVCacheManager(ABC):
         self.num_not_final = 0
         if attention_type.is_eagle or sum(t.num_groups for t in block_pool.attention_types) == 1:
             self.num_not_final = settings.num_reprefillable_tokens
-        #: Hits are multiples of so many blocks, so that hits of all types can end there.
+        #: Hit lengths are multiples of this many blocks, which all types can serve.
         self.blocks_per_hit = settings.scheduler_block_size // self.block_size
         self.hit_alignment = settings.scheduler_block_size
         self.block_pool = block_pool
@@ -77,7 +77,7 @@ class SingleTypeKVCacheManager(ABC):
         return -(-step.slots_end // self.block_size), NEVER
 
     def num_slots(self, table: BlockTable) -> int:
-        """The end of the slots that a table has; `NEVER` if slots do not change the target."""
+        """Number of slots that a table has; `NEVER` if slots do not change the target."""
         return len(table) * self.block_size
 
     def num_computed_blocks(self, num_computed_tokens: int) -> int:
@@ -112,7 +112,7 @@ class SingleTypeKVCacheManager(ABC):
     ) -> Sequence[tuple[int, int]]:
         """The blocks from index ``begin`` to before ``end`` that can serve a hit.
 
-        Returns ascending pairs of the same kind. The other blocks are not cached. Called only
+        Returns ascending ``(begin, end)`` pairs. The other blocks are not cached. Called only
         without `caches_all`. ``boundaries`` are token positions, multiples of the scheduler block
         size, where a later request is expected to resume.
         """
@@ -126,21 +126,19 @@ class SingleTypeKVCacheManager(ABC):
         raise NotImplementedError
 
     def next_release(self, num_released: int) -> int:
-        """The number of processed tokens at which ``num_released + 1`` leading blocks have left
-        the window.
-        """
+        """Processed tokens at which ``num_released + 1`` leading blocks have left the window."""
         return NEVER
 
-    # What is the same for all.
+    # Shared code. Mamba extends `cache_blocks`.
 
     def bound_blocks(self, spec: SlidingWindowSpec | ChunkedLocalAttentionSpec) -> None:
-        """Cap `peak_target` as base does when it sizes the pool: admission has to agree with it."""
+        """Set the cap of `peak_target` to the one that base sizes the pool with."""
         self.max_blocks_per_request = spec.max_admission_blocks_per_request(
             self.settings.max_in_flight_tokens, self.settings.max_model_len
         )
 
     def peak_target(self, step: Step) -> Target:
-        """`target`, capped at the most blocks that a request holds on the way there."""
+        """`target`, capped at the most blocks that a request ever holds."""
         num_blocks, num_written = self.target(step)
         return min(num_blocks, self.max_blocks_per_request), num_written
 
@@ -179,8 +177,8 @@ class SingleTypeKVCacheManager(ABC):
     def num_cacheable_blocks(self, num_tokens: int) -> int:
         """Blocks of the first ``num_tokens`` that a hit can need.
 
-        They are the blocks before the last position where a hit can end, and those that a hit
-        peeks at after that position.
+        They are the blocks before the last position where a hit can end, and the block
+        that a hit peeks at after that position.
         """
         num_full = max(num_tokens - self.num_not_final, 0) // self.block_size
         num_blocks = num_full // self.blocks_per_hit * self.blocks_per_hit

@@ -22,15 +22,15 @@ class MambaManager(RecentBlocksManager):
     |  null  |  state after 2 blocks  |  null  |  null  |  state after the last token  |
 
     A step reads the state in the block of the token before it, and leaves its own state in the
-    block of its last token. Nothing is written between the two, so no ids are taken there. Base's
-    scheduler (mode ``align``) lets steps end at block boundaries. A block that stays behind then
-    holds the state at its end, and can serve a hit there.
+    block of its last token. The blocks between them get no ids. Base's scheduler (mode ``align``)
+    ends prefill steps at block boundaries. Each earlier block then holds the state at its end, and
+    can serve a hit there.
 
     Some models also write the state at the last boundary that their step passes over, so that
     base's scheduler need not end a step there. This state goes to the block before the last.
 
-    Without prefix caching, base makes a block as long as the longest sequence. The first slot of
-    a request then brings the block for its state, and no later slot brings another.
+    Without prefix caching, base makes a block as long as the longest sequence. A request then has
+    one block, allocated with its first slot.
     """
 
     has_gaps: ClassVar[bool] = True

@@ -27,7 +27,7 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         #: The same, and the blocks after the boundary that must match.
         self.num_blocks_around = self.num_blocks_before + self.num_peeked
         interval = self.settings.retention_interval
-        #: Whether the ``boundaries`` of a request are kept. Dense retention has them anyway.
+        #: Whether the ``boundaries`` of a request are kept. Dense retention includes them.
         self.keeps_boundaries = interval is not None
         #: A hit can also end at each multiple of so many blocks; None: nowhere else.
         self.retention_interval = (
@@ -81,7 +81,7 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         """
         interval = self.retention_interval
         if interval is None and not self.caches_beyond(begin, boundaries):
-            return ()  # the case for all output tokens
+            return ()  # usual for output tokens
         # Runs end where hits can end, or after the block that such a hit peeks at.
         num_blocks, peeked = self.num_blocks_around, self.num_peeked
         ends = [b // self.block_size + peeked for b in boundaries] if self.keeps_boundaries else []
@@ -91,7 +91,7 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         ends.sort()
         runs: list[tuple[int, int]] = []
         for run_end in ends:
-            # Runs before ends that are close to each other overlap. No block is named twice.
+            # Runs can overlap if their ends are close. Each block is returned once.
             run_begin = run_end - num_blocks
             if run_begin > begin:
                 begin = run_begin
