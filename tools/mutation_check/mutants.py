@@ -166,7 +166,7 @@ MUTANTS = (
         "admission does not count the encoder",
         ADMISSION,
         "coordinator.peak_targets(whole)",
-        "coordinator.peak_targets(whole._replace(num_encoder_tokens=0))",
+        "coordinator.peak_targets(type(whole)(0, 0, whole.step_end, 0, whole.slots_end, 0))",
     ),
     Mutant(
         "no token is left to compute",

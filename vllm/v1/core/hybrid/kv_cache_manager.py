@@ -3,6 +3,8 @@
 
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.hybrid._core import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.admission import Admission
@@ -87,9 +89,8 @@ class KVCacheManager:
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.verify_every_step = verify_every_step
-        self._residency = (
-            ResidencyMetrics(metrics_collector, enable_caching) if metrics_collector else None
-        )
+        collector = metrics_collector
+        self._residency = ResidencyMetrics(collector, enable_caching) if collector else None
 
         settings = CacheSettings(
             max_model_len=max_model_len,
@@ -283,7 +284,7 @@ class KVCacheManager:
             whole = None
             if full_sequence_must_fit:
                 end = min(request.num_tokens, self.max_model_len)
-                whole = step._replace(step_end=end, slots_end=end, num_kept_free=watermark)
+                whole = replace(step, step_end=end, slots_end=end, num_kept_free=watermark)
             hits = new_computed_blocks or self.empty_kv_cache_blocks
             if not self._admission.admit(request, blocks, step, whole, hits.by_type):
                 return None

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of a request, as everything below the scheduler sees it."""
 
-from typing import NamedTuple
+import msgspec
 
 #: Larger than every position and count. As a count it means "all".
 NEVER = 1 << 62
 
 
-class Step(NamedTuple):
-    """What one step does to one request.
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """What one step does to one request. A struct, since one is made for each event.
 
     Positions count tokens from the beginning of the request's sequence::
 

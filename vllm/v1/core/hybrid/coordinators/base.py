@@ -87,6 +87,7 @@ class KVCacheCoordinator(ABC):
         self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
         # Targets change only at its multiples. gcd() ignores the 0 of types that do not grow.
         self._slots_unit = math.gcd(*(m.slots_per_block for m in self.managers)) or NEVER
+        self._target_of = tuple(m.target for m in self.managers)
         self._caching: tuple[SingleTypeKVCacheManager, ...] = self.managers
         self._releasing = tuple(m for m in self.managers if m.releases)
         #: Whether the model needs new blocks zeroed.
@@ -127,7 +128,7 @@ class KVCacheCoordinator(ABC):
 
     def targets(self, step: Step) -> list[Target]:
         """Per type, what a request's block table must hold after a step."""
-        return [m.target(step) for m in self.managers]
+        return [target(step) for target in self._target_of]
 
     def peak_targets(self, step: Step) -> list[Target]:
         """Per type, the target, capped at the most blocks that a request ever holds."""
@@ -195,7 +196,8 @@ class KVCacheCoordinator(ABC):
         None, with nothing changed, if fewer than ``step.num_kept_free`` physical blocks would stay
         free. An allocation makes the request known, so a refused request leaves nothing behind.
         """
-        new_blocks = self.block_pool.allocate(blocks.tables, self.targets(step), step.num_kept_free)
+        targets = [target(step) for target in self._target_of]  # saves a call per event
+        new_blocks = self.block_pool.allocate(blocks.tables, targets, step.num_kept_free)
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks
@@ -225,7 +227,9 @@ class KVCacheCoordinator(ABC):
 
     def release_processed(self, request: Request, blocks: RequestBlocks, computed_end: int) -> None:
         """Release what the step after ``computed_end`` and the steps in flight do not read."""
-        self.release_skipped(blocks, computed_end - request.num_in_flight_tokens)
+        num_processed = computed_end - request.num_in_flight_tokens
+        if num_processed >= blocks.next_released:
+            self.release_skipped(blocks, num_processed)
 
     def cache_blocks(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
         """Enter the blocks of the first ``num_tokens`` tokens, all final, in the prefix cache.

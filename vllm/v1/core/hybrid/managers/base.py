@@ -5,15 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.hybrid._core import BlockList, BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.step import NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.request import Request
 
 
@@ -66,7 +62,7 @@ class SingleTypeKVCacheManager(ABC):
         #: The most blocks that one request ever holds at a time.
         self.max_blocks_per_request = NEVER
         self.records_new_block_ids = settings.needs_zeroing and isinstance(
-            attention_type.spec, AttentionSpec
+            attention_type.spec, specs.AttentionSpec
         )
         self._new_block_ids: list[int] = []
 
@@ -131,7 +127,7 @@ class SingleTypeKVCacheManager(ABC):
 
     # Shared code. Mamba extends `cache_blocks`.
 
-    def bound_blocks(self, spec: SlidingWindowSpec | ChunkedLocalAttentionSpec) -> None:
+    def bound_blocks(self, spec: specs.SlidingWindowSpec | specs.ChunkedLocalAttentionSpec) -> None:
         """Set the cap of `peak_target` to the one that base sizes the pool with."""
         self.max_blocks_per_request = spec.max_admission_blocks_per_request(
             self.settings.max_in_flight_tokens, self.settings.max_model_len
