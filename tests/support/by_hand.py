@@ -11,7 +11,7 @@ from support.kv_configs import AttentionKind, KVSetup, full, sliding
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
-from vllm.v1.core.hybrid.step import NEVER, Step
+from vllm.v1.core.hybrid.step import ALL, Step
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
@@ -75,7 +75,7 @@ def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
     """Put the blocks with these indices in the prefix cache, evictable."""
     pool = coordinator.block_pool
     table = pool.new_table(type_id)
-    pool.allocate((table,), [(max(indices) + 1, NEVER)])
+    pool.allocate((table,), [(max(indices) + 1, ALL)])
     for i in indices:
         table.cache(i, i + 1, HASHES)
     table.free()

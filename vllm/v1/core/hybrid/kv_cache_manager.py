@@ -267,7 +267,7 @@ class KVCacheManager:
         blocks = self.coordinator.blocks_of(request.request_id)
         if is_newcomer and not blocks.is_new:
             # Its load has arrived, or a streaming session has a new input.
-            self.coordinator.take_up_caching(blocks, request.num_computed_tokens)
+            self.coordinator.resume_caching(blocks, request.num_computed_tokens)
             self._gates.wake(request.request_id)
         watermark = self.watermark_blocks if is_newcomer and has_scheduled_reqs else 0
         hit_end = request.num_computed_tokens + num_new_computed_tokens

@@ -3,8 +3,8 @@
 
 import msgspec
 
-#: Larger than every position and count. As a count it means "all".
-NEVER = 1 << 62
+#: Larger than every position and count: the position of what never happens, the count of all.
+NEVER = ALL = 1 << 62
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

@@ -114,7 +114,7 @@ class KVCacheCoordinator(ABC):
         """A request's blocks; empty tables for an unknown request."""
         return self.requests.get(request_id) or self.new_blocks()
 
-    def take_up_caching(self, blocks: RequestBlocks, num_tokens: int) -> None:
+    def resume_caching(self, blocks: RequestBlocks, num_tokens: int) -> None:
         """Resume caching in all types: a longer prompt has new boundaries.
 
         As in base, blocks of the first ``num_tokens`` that were not cached stay uncached.

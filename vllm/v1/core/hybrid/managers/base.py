@@ -8,7 +8,7 @@ from typing import ClassVar
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.hybrid._core import BlockList, BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.step import NEVER, Step, Target
+from vllm.v1.core.hybrid.step import ALL, NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
 from vllm.v1.request import Request
 
@@ -70,7 +70,7 @@ class SingleTypeKVCacheManager(ABC):
 
     def target(self, step: Step) -> Target:
         """What a request's block table must hold after a step."""
-        return -(-step.slots_end // self.block_size), NEVER
+        return -(-step.slots_end // self.block_size), ALL
 
     def num_slots(self, table: BlockTable) -> int:
         """Number of slots that a table has; `NEVER` if slots do not change the target."""

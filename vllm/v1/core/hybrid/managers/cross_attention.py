@@ -7,7 +7,7 @@ from typing import ClassVar
 from vllm.v1.core.hybrid._core import BlockList, BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
-from vllm.v1.core.hybrid.step import NEVER, Step, Target
+from vllm.v1.core.hybrid.step import ALL, NEVER, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 
@@ -30,14 +30,14 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
             raise ValueError(
                 f"num_encoder_tokens must be at least 0, got {step.num_encoder_tokens}"
             )
-        return -(-step.num_encoder_tokens // self.block_size), NEVER
+        return -(-step.num_encoder_tokens // self.block_size), ALL
 
     def num_slots(self, table: BlockTable) -> int:
         return NEVER
 
     def num_computed_blocks(self, num_computed_tokens: int) -> int:
         """All blocks: they are full from the first step on."""
-        return NEVER
+        return ALL
 
     def find_longest_hit(
         self, block_hashes: Sequence[BlockHash], max_tokens: int
