@@ -72,9 +72,8 @@ class KVCacheManager:
         verify_every_step: bool = False,
         is_covered: bool = False,
     ) -> None:
-        facts = EngineFacts.from_arguments(locals())
-        feature = None if is_covered else find_uncovered_feature(facts)
-        if feature is not None:
+        facts = None if is_covered else EngineFacts.from_arguments(locals())
+        if facts is not None and (feature := find_uncovered_feature(facts)) is not None:
             raise ValueError(f"{feature} is not covered by the hybrid KV cache; use base's manager")
         if watermark < 0.0:
             raise ValueError(f"watermark must be at least 0.0, got {watermark}")
