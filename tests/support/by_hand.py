@@ -68,7 +68,7 @@ def check(manager: Any) -> None:
 
 def step_to(end: int) -> Step:
     """A step that computes the tokens before ``end``, of a prompt that is as long."""
-    return Step(0, 0, step_end=end, final_end=end, slots_end=end, prefill_end=end)
+    return Step(0, 0, step_end=end, slots_end=end, sequence_end=end, prompt_end=end)
 
 
 def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:

@@ -35,6 +35,7 @@ COORDINATOR = "coordinators/base.py"
 HYBRID = "coordinators/hybrid.py"
 ENCODER = "managers/cross_attention.py"
 ADMISSION = "admission.py"
+STEP = "step.py"
 GATES = "gates.py"
 BLOCKS = "kv_cache_blocks.py"
 NATIVE_POOL = "csrc/pool/block_pool.cpp"
@@ -159,14 +160,14 @@ MUTANTS = (
     Mutant(
         "an encoder's slots are not due in the step that brings them",
         MANAGER,
-        "step.slots_end >= blocks.next_slots or step.num_encoder_tokens:",
-        "step.slots_end >= blocks.next_slots:",
+        "step.slots_end >= blocks.allocate_at or step.num_encoder_tokens:",
+        "step.slots_end >= blocks.allocate_at:",
     ),
     Mutant(
         "admission does not count the encoder",
         ADMISSION,
         "coordinator.peak_targets(whole)",
-        "coordinator.peak_targets(type(whole)(0, 0, whole.step_end, 0, whole.slots_end, 0))",
+        "coordinator.peak_targets(type(whole)(0, 0, whole.step_end, whole.slots_end, 0, 0))",
     ),
     Mutant(
         "no token is left to compute",
@@ -286,7 +287,7 @@ MUTANTS = (
     Mutant(
         "the watermark is ignored",
         MANAGER,
-        "self.watermark_blocks if is_newcomer and has_scheduled_reqs else 0",
+        "self.watermark_blocks if is_waiting and has_scheduled_reqs else 0",
         "0",
     ),
     Mutant(
@@ -297,10 +298,16 @@ MUTANTS = (
         " * self.settings.hash_block_size // self.block_size)",
     ),
     Mutant(
-        "tokens that are not final are cached",
+        "draft tokens of a running request are cached",
         MANAGER,
-        "num_tokens if num_tokens < step_end else step_end,",
-        "step_end,",
+        "min(step_end, request.num_tokens)",
+        "step_end",
+    ),
+    Mutant(
+        "draft tokens of an admitted request are cached",
+        STEP,
+        "self.sequence_end if self.sequence_end < self.step_end else self.step_end",
+        "self.step_end",
     ),
     Mutant(
         "a block is cached under its neighbour's hash",
@@ -323,8 +330,8 @@ MUTANTS = (
     Mutant(
         "a request sleeps past a block that can be cached",
         COORDINATOR,
-        "next_cached = next_cacheable\n",
-        "next_cached = next_cacheable + self.scheduler_block_size\n",
+        "cache_at = position\n",
+        "cache_at = position + self.scheduler_block_size\n",
     ),
     Mutant(
         "the gate is closed for one token too long",

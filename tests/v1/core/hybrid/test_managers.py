@@ -105,7 +105,7 @@ def test_attention_can_only_be_cut_to_where_a_state_is():
     cache_states(coordinator, 1, 1, 2, 4)
     cache(coordinator, 2, 0, 1, 3)
     assert hit_pattern(coordinator, 100) == (32, ["xx", ".x", "xx"])
-    assert coordinator.find_hit(HASHES, 100).num_uncached_shared == 32
+    assert coordinator.find_hit(HASHES, 100).junction == 64
 
 
 def test_hybrid_hit_is_the_longest_that_all_types_accept():
@@ -114,7 +114,7 @@ def test_hybrid_hit_is_the_longest_that_all_types_accept():
     cache(coordinator, 0, 0, 1, 2, 3, 4)
     cache(coordinator, 1, 1, 2, 4)
     assert hit_pattern(coordinator, 100) == (48, ["xxx", ".xx"])
-    assert coordinator.find_hit(HASHES, 100).num_uncached_shared == 32
+    assert coordinator.find_hit(HASHES, 100).junction == 80
 
 
 def test_types_are_looked_up_again_when_a_later_one_shortens_the_hit():
@@ -124,7 +124,7 @@ def test_types_are_looked_up_again_when_a_later_one_shortens_the_hit():
     cache(coordinator, 1, 1, 3)
     # 80 for the first, 64 for the second, which the first refuses: it lacks block 2.
     assert hit_pattern(coordinator, 100) == (32, ["xx", ".x"])
-    assert coordinator.find_hit(HASHES, 100).num_uncached_shared == 48
+    assert coordinator.find_hit(HASHES, 100).junction == 80
 
 
 def test_unequal_block_sizes_hit_at_common_boundaries():
@@ -223,9 +223,9 @@ def test_a_step_takes_one_state_however_long_it_is():
     coordinator.check_integrity()
     # The next query reads the state after 48 tokens until those of the next step are processed.
     coordinator.release_skipped(blocks, 48)
-    assert (shape(table), blocks.next_released) == ("..x..x", 49)
+    assert (shape(table), blocks.release_at) == ("..x..x", 49)
     coordinator.release_skipped(blocks, 96)
-    assert (shape(table), blocks.next_released) == (".....x", 97)
+    assert (shape(table), blocks.release_at) == (".....x", 97)
     assert pool.get_num_free_blocks() == free - 3
     coordinator.check_integrity()
     coordinator.free("r")
@@ -310,18 +310,18 @@ def test_next_event_is_the_first_thing_that_can_happen():
     coordinator.release_skipped(blocks, 0)
     assert blocks.next_event() == 0  # nothing has been cached yet
     coordinator.cache_blocks(req, blocks, 40)
-    assert (blocks.next_slots, blocks.next_cached, blocks.next_released) == (49, 48, 48)
+    assert (blocks.allocate_at, blocks.cache_at, blocks.release_at) == (49, 48, 48)
     assert blocks.next_event() == 48  # the third block is full
     coordinator.allocate("r", blocks, step_to(100))
     coordinator.cache_blocks(req, blocks, 63)
     # A step that begins with 48 tokens processed releases the first block, and ends with 49.
-    assert (blocks.next_slots, blocks.next_cached, blocks.next_event()) == (113, 64, 49)
+    assert (blocks.allocate_at, blocks.cache_at, blocks.next_event()) == (113, 64, 49)
     coordinator.release_skipped(blocks, 48)
-    assert (blocks.next_released, blocks.next_event()) == (64, 64)
+    assert (blocks.release_at, blocks.next_event()) == (64, 64)
     coordinator.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["next_slots", "next_cached", "next_released"])
+@pytest.mark.parametrize("name", ["allocate_at", "cache_at", "release_at"])
 def test_a_request_that_sleeps_too_long_is_found(name):
     coordinator = make_coordinator(full(16), sliding(33, 16))
     blocks = coordinator.blocks_of("r")

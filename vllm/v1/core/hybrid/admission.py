@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether requests with a hit, a load or a full-sequence check get their slots."""
 
+from msgspec.structs import replace
+
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator, RequestBlocks
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType
@@ -31,13 +33,14 @@ class Admission:
         request: Request,
         blocks: RequestBlocks,
         step: Step,
-        whole: Step | None,
         hits: BlocksByType,
+        whole_end: int = 0,
+        reserved_blocks: int = 0,
     ) -> bool:
         """Adopt ``hits`` (per type, maybe empty) if ``step`` can be allocated afterwards.
 
-        ``whole`` is the whole sequence as one step; None if it need not fit. It ignores blocks that
-        are reserved for others, which become free later.
+        Slots up to ``whole_end`` must fit, too. For them, the ``reserved_blocks`` in
+        ``step.num_kept_free`` count as free: others need them first, and free them later.
 
         Returns:
             Whether the request is admitted. If not, nothing is adopted, but blocks that are no
@@ -51,14 +54,15 @@ class Admission:
         num_skipped = coordinator.num_skipped_blocks(step.hit_end, resume_at)
         # If everything fits without the hit, which only saves blocks, no exact count is made.
         num_free = pool.get_num_free_blocks()
-        max_slots = step.max_slots if whole is None else max(step.max_slots, whole.max_slots)
+        max_slots = max(step.slots_end, step.num_encoder_tokens, whole_end)
         if coordinator.max_physical_blocks(max_slots) > num_free - step.num_kept_free:
             num_evictable = pool.count_evictable_ids(hits, num_skipped)
-            if whole is not None:
+            if whole_end:
+                whole = replace(step, step_end=whole_end, slots_end=whole_end)
                 num_missing = pool.num_missing_ids(
                     blocks.tables, coordinator.peak_targets(whole), hits, num_skipped
                 )
-                if num_missing > num_free - num_evictable - whole.num_kept_free:
+                if num_missing > num_free - num_evictable - step.num_kept_free + reserved_blocks:
                     return False
             if not blocks.is_new and step.step_end > step.computed_end:
                 # What the request does not read any more makes room.

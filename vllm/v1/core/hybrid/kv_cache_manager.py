@@ -3,8 +3,6 @@
 
 from typing import ClassVar
 
-from msgspec.structs import replace
-
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.hybrid._core import GroupedKVCacheBlock
 from vllm.v1.core.hybrid.admission import Admission
@@ -28,8 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-#: Statuses of requests that wait. Admitting one must leave the watermark free.
-NEWCOMERS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+#: Admitting a request in one of them must leave the watermark free.
+WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class KVCacheManager:
@@ -141,15 +139,13 @@ class KVCacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         hit = self.coordinator.find_hit(request.block_hashes, request.num_tokens - 1)
-        num_tokens = hit.num_tokens
-        junction = num_tokens + hit.num_uncached_shared if hit.num_uncached_shared else 0
-        if not num_tokens:
-            return self.empty_kv_cache_blocks, 0, junction
+        if not hit.num_tokens:
+            return self.empty_kv_cache_blocks, 0, hit.junction
         if self.enable_kv_cache_events and wants_hits_reported(request):
             for manager, blocks in zip(self.coordinator.managers, hit.blocks, strict=True):
                 span = range(len(blocks))
                 manager.report_stored(request, span, span)
-        return KVCacheBlocks(hit.blocks, self._group_layout), num_tokens, junction
+        return KVCacheBlocks(hit.blocks, self._group_layout), hit.num_tokens, hit.junction
 
     def get_computed_blocks_for_connector(
         self, request: Request
@@ -163,7 +159,7 @@ class KVCacheManager:
         The tokens must be final: never draft tokens.
         """
         blocks = self.coordinator.requests.get(request.request_id)
-        if blocks is not None and num_computed_tokens >= blocks.next_cached:
+        if blocks is not None and num_computed_tokens >= blocks.cache_at:
             self.coordinator.cache_blocks(request, blocks, num_computed_tokens)
 
     def prefix_cache_lookup_enabled(self, request: Request) -> bool:
@@ -262,74 +258,72 @@ class KVCacheManager:
                 f"num_new_tokens must be at least 1 without computed tokens to adopt, "
                 f"got {num_new_tokens}"
             )
-        is_newcomer = request.status in NEWCOMERS
+        is_waiting = request.status in WAITING_STATUSES
         blocks = self.coordinator.blocks_of(request.request_id)
-        if is_newcomer and not blocks.is_new:
+        if is_waiting and not blocks.is_new:
             # Its load has arrived, or a streaming session has a new input.
             self.coordinator.resume_caching(blocks, request.num_computed_tokens)
             self._gates.wake(request.request_id)
-        watermark = self.watermark_blocks if is_newcomer and has_scheduled_reqs else 0
+        watermark = self.watermark_blocks if is_waiting and has_scheduled_reqs else 0
         hit_end = request.num_computed_tokens + num_new_computed_tokens
-        step = self._describe_step(
-            request,
+        computed_end = min(hit_end + num_external_computed_tokens, self.max_model_len)
+        step_end = computed_end + num_new_tokens
+        num_tokens = request.num_tokens
+        step = Step(
             hit_end,
-            min(hit_end + num_external_computed_tokens, self.max_model_len),
-            num_new_tokens,
-            num_lookahead_tokens,
+            computed_end,
+            step_end,
+            min(step_end + num_lookahead_tokens, self.max_model_len),
+            num_tokens,
+            request.num_prompt_tokens,
             num_encoder_tokens,
             reserved_blocks + watermark,
         )
         if full_sequence_must_fit or adopts:
-            whole = None
-            if full_sequence_must_fit:
-                end = min(request.num_tokens, self.max_model_len)
-                whole = replace(step, step_end=end, slots_end=end, num_kept_free=watermark)
             hits = new_computed_blocks or self.empty_kv_cache_blocks
-            if not self._admission.admit(request, blocks, step, whole, hits.by_type):
+            whole_end = min(num_tokens, self.max_model_len) if full_sequence_must_fit else 0
+            if not self._admission.admit(
+                request, blocks, step, hits.by_type, whole_end, reserved_blocks
+            ):
                 return None
         return self._place(request, blocks, step, delay_cache_blocks, skip_zeroing_group_ids)
 
     def continue_request(
         self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
     ) -> KVCacheBlocks | None:
-        """`allocate_slots` for a running request with work to do; called by the gate."""
-        blocks = self.coordinator.requests[request.request_id]
-        end = request.num_computed_tokens
-        step = self._describe_step(request, end, end, num_new_tokens, num_lookahead_tokens)
-        return self._place(request, blocks, step)
-
-    def _describe_step(
-        self,
-        request: Request,
-        hit_end: int,
-        computed_end: int,
-        num_new_tokens: int,
-        num_lookahead_tokens: int,
-        num_encoder_tokens: int = 0,
-        num_kept_free: int = 0,
-    ) -> Step:
-        num_tokens, num_prompt_tokens = request.num_tokens, request.num_prompt_tokens
+        """`_place` for a running request, called by the gate. Makes a `Step` for new slots only."""
+        coordinator = self.coordinator
+        request_id = request.request_id
+        blocks = coordinator.requests[request_id]
+        computed_end = request.num_computed_tokens
         step_end = computed_end + num_new_tokens
+        if computed_end >= blocks.release_at:
+            coordinator.release_processed(request, blocks, computed_end)
+        new_blocks = self.empty_kv_cache_blocks
         slots_end = step_end + num_lookahead_tokens
-        return Step(
-            hit_end,
-            computed_end,
-            step_end,
-            # Draft tokens are beyond the request's own tokens.
-            num_tokens if num_tokens < step_end else step_end,
-            self.max_model_len if self.max_model_len < slots_end else slots_end,
-            num_tokens - 1 if num_tokens > num_prompt_tokens else num_prompt_tokens,
-            num_encoder_tokens,
-            num_kept_free,
-        )
+        if slots_end > self.max_model_len:
+            slots_end = self.max_model_len
+        if slots_end >= blocks.allocate_at:
+            num_tokens, prompt_end = request.num_tokens, request.num_prompt_tokens
+            step = Step(computed_end, computed_end, step_end, slots_end, num_tokens, prompt_end)
+            allocated = coordinator.allocate(request_id, blocks, step)
+            if allocated is None:
+                return None
+            if self._residency is not None:
+                self._residency.allocated(allocated)
+            new_blocks = KVCacheBlocks(allocated, self._group_layout)
+        if step_end >= blocks.cache_at:
+            coordinator.cache_blocks(request, blocks, min(step_end, request.num_tokens))
+        self._gates.sleep_until(request_id, blocks.next_event())
+        return new_blocks
 
     def _place(
         self,
         request: Request,
         blocks: RequestBlocks,
         step: Step,
-        delay_cache_blocks: bool = False,
-        skip_zeroing_group_ids: tuple[int, ...] = (),
+        delay_cache_blocks: bool,
+        skip_zeroing_group_ids: tuple[int, ...],
     ) -> KVCacheBlocks | None:
         """Release, allocate and cache for a step, each only if it is due."""
         coordinator = self.coordinator
@@ -337,12 +331,12 @@ class KVCacheManager:
         if step.step_end > step.computed_end:
             coordinator.release_processed(request, blocks, step.computed_end)
         new_blocks = self.empty_kv_cache_blocks
-        if step.slots_end >= blocks.next_slots or step.num_encoder_tokens:
-            allocated = coordinator.allocate(request.request_id, blocks, step)
+        if step.slots_end >= blocks.allocate_at or step.num_encoder_tokens:
+            allocated = coordinator.allocate(
+                request.request_id, blocks, step, skip_zeroing_group_ids
+            )
             if allocated is None:
                 return None
-            if coordinator.records_new_blocks:
-                coordinator.record_new(allocated, skip_zeroing_group_ids)
             if self._residency is not None:
                 self._residency.allocated(allocated)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
@@ -350,7 +344,7 @@ class KVCacheManager:
             return None
         if delay_cache_blocks:
             return new_blocks
-        if step.final_end >= blocks.next_cached:
+        if step.final_end >= blocks.cache_at:
             coordinator.cache_blocks(request, blocks, step.final_end)
         self._gates.sleep_until(request.request_id, blocks.next_event())
         return new_blocks

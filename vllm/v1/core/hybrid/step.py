@@ -23,20 +23,24 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     computed_end: int
     #: Includes draft tokens.
     step_end: int
-    #: Tokens before it are final once the step has run: at most ``step_end``, drafts excluded.
-    final_end: int
     slots_end: int
-    #: End of the prefill: the prompt, and the output of a preempted request.
-    prefill_end: int
+    #: End of the request's own tokens. Draft tokens come after it.
+    sequence_end: int
+    prompt_end: int
     #: Tokens that an encoder computes in the step, for cross attention.
     num_encoder_tokens: int = 0
     #: Physical blocks that must stay free.
     num_kept_free: int = 0
 
     @property
-    def max_slots(self) -> int:
-        """The most slots that any attention type needs."""
-        return max(self.slots_end, self.num_encoder_tokens)
+    def final_end(self) -> int:
+        """Tokens before it are final once the step has run."""
+        return self.sequence_end if self.sequence_end < self.step_end else self.step_end
+
+    @property
+    def prefill_end(self) -> int:
+        """End of the prefill: the prompt, and the output of a preempted request."""
+        return max(self.prompt_end, self.sequence_end - 1)
 
 
 #: What a block table must hold after a step: its length in blocks, and how many of the new blocks

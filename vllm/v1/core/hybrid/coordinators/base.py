@@ -20,41 +20,42 @@ from vllm.v1.request import Request
 class RequestBlocks:
     """A request's block tables, one per attention type, and when they next have work to do.
 
-    Each ``next_*`` is the smallest token count at which any type has such work.
+    Each ``*_at`` is a position: a step up to there has such work for some type, no earlier one.
     """
 
     tables: tuple[BlockTable, ...]
     #: Managers of the types that may still cache blocks for the request.
     caching: Sequence[SingleTypeKVCacheManager]
-    #: A target grows: slots are missing.
-    next_slots: int = 0
+    #: Slots are missing.
+    allocate_at: int = 0
     #: Blocks become cacheable.
-    next_cached: int = 0
-    #: Blocks leave a window. Counts processed tokens.
-    next_released: int = 0
+    cache_at: int = 0
+    #: Blocks leave a window. This is a position of processed tokens, not of the step's end.
+    release_at: int = 0
 
     @property
     def is_new(self) -> bool:
         """Whether the request has no blocks: it is unknown until its first allocation."""
-        return self.next_slots == 0
+        return self.allocate_at == 0
 
     def next_event(self) -> int:
         """A lower bound of the next event, in tokens up to the end of a step's slots."""
-        # `next_released` counts the tokens before a step, and a step adds at least one.
-        event = self.next_released + 1
-        if self.next_slots < event:
-            event = self.next_slots
-        return self.next_cached if self.next_cached < event else event
+        # A step adds at least one token to those processed before it.
+        event = self.release_at + 1
+        if self.allocate_at < event:
+            event = self.allocate_at
+        return self.cache_at if self.cache_at < event else event
 
 
 @dataclass(slots=True)
 class Hit:
-    """A prefix-cache hit that every attention type accepts. Lengths are in tokens."""
+    """A prefix-cache hit that every attention type accepts."""
 
     blocks: BlocksByType
     num_tokens: int
-    #: How much longer the hit would be if the types that cache sparsely had kept their blocks.
-    num_uncached_shared: int = 0
+    #: Position where the hit would end if the types that cache sparsely had kept their blocks
+    #: there; 0 if that is not after the hit's end.
+    junction: int = 0
 
 
 class KVCacheCoordinator(ABC):
@@ -87,11 +88,15 @@ class KVCacheCoordinator(ABC):
         self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
         # Targets change only at its multiples. gcd() ignores the 0 of types that do not grow.
         self._slots_unit = math.gcd(*(m.slots_per_block for m in self.managers)) or NEVER
-        self._target_of = tuple(m.target for m in self.managers)
         self._caching: tuple[SingleTypeKVCacheManager, ...] = self.managers
         self._releasing = tuple(m for m in self.managers if m.releases)
-        #: Whether the model needs new blocks zeroed.
-        self.records_new_blocks = any(m.records_new_block_ids for m in self.managers)
+        self._delaying = tuple(m for m in self.managers if m.delays_hits)
+        self._none_skipped = (0,) * len(self.managers)
+        # Targets by number of slot units, if they depend on nothing else. Saves a call per type.
+        common = SingleTypeKVCacheManager.target
+        is_common = all(type(m).target is common for m in self.managers)
+        self._common_targets: dict[int, Sequence[Target]] | None = {} if is_common else None
+        self._zeroing = tuple(m for m in self.managers if m.records_new_block_ids)
 
     @abstractmethod
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Hit:
@@ -99,20 +104,21 @@ class KVCacheCoordinator(ABC):
 
     def is_usable(self, hits: BlocksByType) -> bool:
         """Whether this step can start from a hit; if not, the next step can."""
-        return all(m.is_usable(hits[m.type_id]) for m in self.managers)
+        delaying = self._delaying
+        return not delaying or all(m.is_usable(hits[m.type_id]) for m in delaying)
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
         for manager in self.managers:
             manager.new_step_starts()
 
-    def new_blocks(self) -> RequestBlocks:
-        """Empty block tables. The request is recorded when it first allocates."""
-        return RequestBlocks(self.block_pool.new_tables(), self._caching)
-
     def blocks_of(self, request_id: str) -> RequestBlocks:
-        """A request's blocks; empty tables for an unknown request."""
-        return self.requests.get(request_id) or self.new_blocks()
+        """A request's blocks; empty tables for an unknown request.
+
+        The request is recorded when it first allocates.
+        """
+        known = self.requests.get(request_id)
+        return known or RequestBlocks(self.block_pool.new_tables(), self._caching)
 
     def resume_caching(self, blocks: RequestBlocks, num_tokens: int) -> None:
         """Resume caching in all types: a longer prompt has new boundaries.
@@ -124,11 +130,17 @@ class KVCacheCoordinator(ABC):
                 table = blocks.tables[manager.type_id]
                 num_decided = manager.num_cacheable_blocks(num_tokens)
                 table.num_cached = max(table.num_cached, num_decided)
-        blocks.caching, blocks.next_cached = self._caching, 0
+        blocks.caching, blocks.cache_at = self._caching, 0
 
-    def targets(self, step: Step) -> list[Target]:
+    def targets(self, step: Step) -> Sequence[Target]:
         """Per type, what a request's block table must hold after a step."""
-        return [target(step) for target in self._target_of]
+        if self._common_targets is None:
+            return [m.target(step) for m in self.managers]
+        num_units = -(-step.slots_end // self._slots_unit)
+        targets = self._common_targets.get(num_units)
+        if targets is None:
+            targets = self._common_targets[num_units] = [m.target(step) for m in self.managers]
+        return targets
 
     def peak_targets(self, step: Step) -> list[Target]:
         """Per type, the target, capped at the most blocks that a request ever holds."""
@@ -144,6 +156,10 @@ class KVCacheCoordinator(ABC):
         A KV connector loads the tokens between ``hit_end`` and ``resume_at``. Of these tokens,
         those that a drafter may read again are kept, as in base.
         """
+        if not self._releasing or resume_at <= 0:
+            return self._none_skipped
+        if hit_end == resume_at:
+            return [m.num_skipped_tokens(hit_end) // m.block_size for m in self.managers]
         return [
             max(
                 m.num_skipped_tokens(hit_end),
@@ -178,9 +194,9 @@ class KVCacheCoordinator(ABC):
             hit_end=total_computed_tokens,
             computed_end=total_computed_tokens,
             step_end=num_tokens_main_model,
-            final_end=num_tokens_main_model,
             slots_end=num_tokens,
-            prefill_end=prefill_end,
+            sequence_end=prefill_end,
+            prompt_end=prefill_end,
             num_encoder_tokens=num_encoder_tokens,
         )
         return self.block_pool.num_missing_ids(
@@ -190,46 +206,47 @@ class KVCacheCoordinator(ABC):
             self.num_skipped_blocks(total_computed_tokens, total_computed_tokens),
         )
 
-    def allocate(self, request_id: str, blocks: RequestBlocks, step: Step) -> BlocksByType | None:
+    def allocate(
+        self,
+        request_id: str,
+        blocks: RequestBlocks,
+        step: Step,
+        skip_zeroing_group_ids: Sequence[int] = (),
+    ) -> BlocksByType | None:
         """Allocate the blocks that a step needs; returns the new ones, per type.
 
         None, with nothing changed, if fewer than ``step.num_kept_free`` physical blocks would stay
         free. An allocation makes the request known, so a refused request leaves nothing behind.
         """
-        targets = [target(step) for target in self._target_of]  # saves a call per event
+        targets = self.targets(step)
         new_blocks = self.block_pool.allocate(blocks.tables, targets, step.num_kept_free)
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks
+        for manager in self._zeroing:
+            manager.record_new(new_blocks[manager.type_id], skip_zeroing_group_ids)
         # Too early, which is harmless, if the block sizes are not multiples of each other.
-        blocks.next_slots = -(-step.slots_end // self._slots_unit) * self._slots_unit + 1
+        blocks.allocate_at = -(-step.slots_end // self._slots_unit) * self._slots_unit + 1
         return new_blocks
-
-    def record_new(self, new_blocks: BlocksByType, skip_group_ids: Sequence[int] = ()) -> None:
-        """Record new blocks for zeroing, except for those of some KV cache groups."""
-        for manager, new in zip(self.managers, new_blocks, strict=True):
-            manager.record_new(new, skip_group_ids)
 
     def release_skipped(self, blocks: RequestBlocks, num_processed_tokens: int) -> None:
         """Release what no query after ``num_processed_tokens`` attends to, if anything.
 
         The count excludes tokens of steps in flight, which still read before their own position.
         """
-        if num_processed_tokens < blocks.next_released:
+        if num_processed_tokens < blocks.release_at:
             return
-        next_released = NEVER
+        release_at = NEVER
         for manager in self._releasing:
             table = blocks.tables[manager.type_id]
-            next_release = manager.release_skipped(table, num_processed_tokens)
-            if next_release < next_released:
-                next_released = next_release
-        blocks.next_released = next_released
+            position = manager.release_skipped(table, num_processed_tokens)
+            if position < release_at:
+                release_at = position
+        blocks.release_at = release_at
 
     def release_processed(self, request: Request, blocks: RequestBlocks, computed_end: int) -> None:
         """Release what the step after ``computed_end`` and the steps in flight do not read."""
-        num_processed = computed_end - request.num_in_flight_tokens
-        if num_processed >= blocks.next_released:  # saves a call per event
-            self.release_skipped(blocks, num_processed)
+        self.release_skipped(blocks, computed_end - request.num_in_flight_tokens)
 
     def cache_blocks(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
         """Enter the blocks of the first ``num_tokens`` tokens, all final, in the prefix cache.
@@ -237,16 +254,18 @@ class KVCacheCoordinator(ABC):
         Hits end at multiples of the scheduler block size. Blocks after the last multiple cannot
         serve a hit yet, except for the block that EAGLE needs to find there.
         """
-        boundaries = self._resume_boundaries(request)
-        caching, next_cached = [], NEVER
+        boundaries: Sequence[int] = ()
+        caching, cache_at = [], NEVER
         for manager in blocks.caching:
+            if not (boundaries or manager.caches_all):
+                boundaries = self._resume_boundaries(request)
             table = blocks.tables[manager.type_id]
-            if manager.cache_blocks(request, table, num_tokens, boundaries):
+            position = manager.cache_blocks(request, table, num_tokens, boundaries)
+            if position < NEVER:
                 caching.append(manager)
-                next_cacheable = manager.next_cacheable(table.num_cached)
-                if next_cacheable < next_cached:
-                    next_cached = next_cacheable
-        blocks.caching, blocks.next_cached = caching, next_cached
+                if position < cache_at:
+                    cache_at = position
+        blocks.caching, blocks.cache_at = caching, cache_at
 
     def _resume_boundaries(self, request: Request) -> Sequence[int]:
         """Where a later request is expected to resume, in multiples of the scheduler block size."""
@@ -270,8 +289,10 @@ class KVCacheCoordinator(ABC):
 
     def free(self, request_id: str) -> None:
         """Release all blocks of a request, so that the tail of its tokens is reused first."""
-        for table in self.forget(request_id):
-            table.free()
+        known = self.requests.pop(request_id, None)
+        if known is not None:
+            for table in known.tables:
+                table.free()
 
     def get_blocks(self, request_id: str) -> BlocksByType:
         """A request's blocks per type; none for an unknown request."""
@@ -294,15 +315,15 @@ class KVCacheCoordinator(ABC):
         """No request sleeps past its next event."""
         where = f"request {request_id} sleeps until"
         for manager, table in zip(self.managers, blocks.tables, strict=True):
-            assert blocks.next_slots <= manager.num_slots(table) + 1, (
-                f"{where} {blocks.next_slots} without slots"
+            assert blocks.allocate_at <= manager.num_slots(table) + 1, (
+                f"{where} {blocks.allocate_at} without slots"
             )
             if manager in blocks.caching:
                 next_full = manager.next_cacheable(table.num_cached)
-                assert blocks.next_cached <= next_full, (
-                    f"{where} {blocks.next_cached}, but can cache at {next_full} tokens"
+                assert blocks.cache_at <= next_full, (
+                    f"{where} {blocks.cache_at}, but can cache at {next_full} tokens"
                 )
             next_release = manager.next_release(table.num_released)
-            assert blocks.next_released <= next_release, (
-                f"{where} {blocks.next_released}, but can release at {next_release}"
+            assert blocks.release_at <= next_release, (
+                f"{where} {blocks.release_at}, but can release at {next_release}"
             )

@@ -50,4 +50,4 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             num_blocks = length // manager.block_size
             if num_blocks < len(hit):
                 hits[manager.type_id] = hit.truncated(num_blocks)
-        return Hit(tuple(hits), length, longest - length)
+        return Hit(tuple(hits), length, longest if longest > length else 0)

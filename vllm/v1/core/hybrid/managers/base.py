@@ -26,6 +26,8 @@ class SingleTypeKVCacheManager(ABC):
     releases: ClassVar[bool] = False
     #: Whether null blocks may stand between the blocks of a table.
     has_gaps: ClassVar[bool] = False
+    #: Whether a hit can be unusable for a step, see `is_usable`.
+    delays_hits: ClassVar[bool] = False
     #: Whether equal tokens mean equal blocks, so that blocks may be cached at all.
     prefix_cacheable: ClassVar[bool] = True
     #: Tokens before the window that are kept because a drafter may compute the last processed
@@ -150,10 +152,10 @@ class SingleTypeKVCacheManager(ABC):
 
     def cache_blocks(
         self, request: Request, table: BlockTable, num_tokens: int, boundaries: Sequence[int]
-    ) -> bool:
+    ) -> int:
         """Enter the full blocks of the first ``num_tokens``, all final, in the prefix cache.
 
-        Returns whether blocks after them can be cached later.
+        Returns the number of tokens at which more blocks can be cached; `NEVER` if none can.
         """
         begin, end = table.num_cached, self.num_cacheable_blocks(num_tokens)
         if begin < end:
@@ -168,7 +170,10 @@ class SingleTypeKVCacheManager(ABC):
                 stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
                 self.report_stored(request, range(begin, end), stored)
         # As in base, the event log also reports spans of tokens without a stored block.
-        return self.caches_all or self.event_log is not None or self.caches_beyond(end, boundaries)
+        caches_more = (
+            self.caches_all or self.event_log is not None or self.caches_beyond(end, boundaries)
+        )
+        return self.next_cacheable(table.num_cached) if caches_more else NEVER
 
     def num_cacheable_blocks(self, num_tokens: int) -> int:
         """Blocks of the first ``num_tokens`` that a hit can need.

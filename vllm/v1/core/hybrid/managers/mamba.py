@@ -34,6 +34,7 @@ class MambaManager(RecentBlocksManager):
     """
 
     has_gaps: ClassVar[bool] = True
+    delays_hits: ClassVar[bool] = True
 
     def __init__(self, type_id: int, block_pool: BlockPool) -> None:
         super().__init__(type_id, block_pool, num_tokens_before=1)
@@ -49,14 +50,14 @@ class MambaManager(RecentBlocksManager):
 
     def cache_blocks(
         self, request: Request, table: BlockTable, num_tokens: int, boundaries: Sequence[int]
-    ) -> bool:
+    ) -> int:
         begin = table.num_cached
-        can_cache_more = super().cache_blocks(request, table, num_tokens, boundaries)
+        cache_at = super().cache_blocks(request, table, num_tokens, boundaries)
         if begin < table.num_cached:
             self._cached_this_step.update(
                 block.block_hash for block in table.blocks(begin) if block.block_hash is not None
             )
-        return can_cache_more
+        return cache_at
 
     def target(self, step: Step) -> Target:
         """The blocks up to the step's last token; only the blocks of its states are written."""
