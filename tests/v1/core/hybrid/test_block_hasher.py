@@ -242,7 +242,7 @@ def test_base_hashes_what_fails_and_says_so_once(hash_fn: Callable[[Any], bytes]
     assert record.levelname == "WARNING"
     assert "base hashes the blocks of requests like r (reported once)" in record.getMessage()
     assert record.exc_info is not None
-    assert "rest must have from 1 to 16384 bytes" in str(record.exc_info[1])
+    assert "rest must have 1 to 16384 bytes" in str(record.exc_info[1])
 
 
 def test_what_base_cannot_hash_fails_as_in_base() -> None:
@@ -380,9 +380,9 @@ def test_a_finalizer_that_empties_the_list_of_tokens_does_no_harm() -> None:
         (lambda: BlockHasher("md5", 16), ValueError, "algorithm must be sha256"),
         (lambda: BlockHasher("sha256", 0), ValueError, "block_size must be from 1 to 8192, got 0"),
         (lambda: BlockHasher("sha256", 8193), ValueError, "got 8193"),
-        (lambda: hash_blocks(parent=b""), ValueError, "parent must have from 1 to 255 bytes"),
+        (lambda: hash_blocks(parent=b""), ValueError, "parent must have 1 to 255 bytes"),
         (lambda: hash_blocks(parent=bytes(256)), ValueError, "got 256"),
-        (lambda: hash_blocks(rest=b""), ValueError, "rest must have from 1 to 16384 bytes, got 0"),
+        (lambda: hash_blocks(rest=b""), ValueError, "rest must have 1 to 16384 bytes, got 0"),
         (lambda: hash_blocks(rest=bytes(16385)), ValueError, "got 16385"),
         (lambda: hash_blocks(start=-1), ValueError, "start must be from 0 to 4, got -1"),
         (lambda: hash_blocks(start=5), ValueError, "got 5"),

@@ -77,7 +77,7 @@ def test_all_types_are_allocated_for_or_none():
     assert pool.num_missing_ids(tables, two_each, hits, (0, 1)) == 2 + 3
     assert pool.num_missing_ids(tables, ((2, 2), (1, 1)), hits, (0, 0)) == 2 + 3
     assert pool.allocate(tables, two_each) is None
-    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept=1) is None
+    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept_free=1) is None
     assert (len(tables[0]), len(tables[1]), pool.get_num_free_blocks()) == (0, 0, 4)
     new = pool.allocate(tables, ((1, 1), (1, 1)))
     assert new is not None
@@ -139,7 +139,7 @@ def test_numbers_of_ids_do_not_overflow():
     targets = ((most, most), (most, 1 << 63))
     assert pool.num_missing_ids(tables, targets, hits, (0, 0)) == 4 * most
     assert pool.allocate(tables, targets) is None
-    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept=1 << 80) is None
+    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept_free=1 << 80) is None
     assert [len(table) for table in tables] == [0, 0]
 
 
@@ -263,7 +263,7 @@ def test_only_the_needed_part_of_a_hit_is_referenced():
     pool.adopt((table,), (hit,), (2,))
     assert [block.is_null for block in table.blocks()] == [True, True, False]
     assert [block.ref_cnt for block in hit] == [0, 0, 1]
-    assert (table.num_released, table.num_cached) == (2, 3)
+    assert (table.num_released, table.num_decided) == (2, 3)
     pool.check_integrity([table])
 
 
@@ -439,10 +439,10 @@ def test_evictions_are_recorded_on_request():
         (lambda pool, table: table.cache(0, 1, [b""]), "must have 1 to 32 bytes, got 0"),
         (lambda pool, table: table.cache(0, 1, [b"x" * 33]), "must have 1 to 32 bytes, got 33"),
         (lambda pool, table: table.release_before(-1), "within 0 to 1, got 0 to -1"),
-        (lambda pool, table: setattr(table, "num_cached", 9), "within 0 to 1, got 0 to 9"),
+        (lambda pool, table: setattr(table, "num_decided", 9), "within 0 to 1, got 0 to 9"),
         (
             lambda pool, table: pool.adopt((table,), (pool.new_list(FULL),), (0,)),
-            "must be empty to adopt a hit, got one of 1 blocks",
+            "must be empty to adopt a hit, got one with 1 blocks",
         ),
         (
             lambda pool, table: pool.adopt((pool.new_table(0),), (pool.new_list(0),), (-1,)),
@@ -461,7 +461,7 @@ def test_evictions_are_recorded_on_request():
         ),
         (
             lambda pool, table: make_pool().allocate((table,), ((9, 9),)),
-            "of this pool, got another pool's",
+            "tables must be block tables of this pool, got one of another pool",
         ),
         (lambda pool, table: pool.allocate((table, table), ((9, 9),) * 2), "got 0 before 0"),
         (lambda pool, table: pool.allocate((table,), ()), "got 0 for 1 tables"),
@@ -481,7 +481,7 @@ def test_evictions_are_recorded_on_request():
         ),
         (
             lambda pool, table: pool.allocate((table,), ((2, 2),), -1),
-            "num_kept must be at least 0, got -1",
+            "num_kept_free must be at least 0, got -1",
         ),
         (lambda pool, table: pool.find_prefix(0, [], 1, 0), "alignment must be at least 1, got 0"),
         (
@@ -504,15 +504,15 @@ def test_evictions_are_recorded_on_request():
             lambda pool, table: pool.num_missing_ids(
                 (table,), ((9, 9),), (pool.new_list(WINDOW),), (0,)
             ),
-            "must be of the same types as the block tables",
+            "must have the types of the tables in the same order",
         ),
         (
             lambda pool, table: make_pool().count_evictable_ids((table.blocks(),), (0,)),
-            "hits must be of this pool, got another pool's",
+            "hits must be block lists of this pool, got one of another pool",
         ),
         (
             lambda pool, table: pool.adopt((pool.new_table(1),), (table.blocks(),), (0,)),
-            "must be of the same types as the block tables",
+            "must have the types of the tables in the same order",
         ),
         (lambda pool, table: pool.new_list(0) + make_pool().new_list(0), "same pool"),
         (lambda pool, table: pool.new_list(0) + pool.new_list(1), "must be of type 0, got type 1"),
@@ -549,9 +549,9 @@ def test_caching_is_all_or_nothing():
     table = allocate(pool, FULL, 2)
     with pytest.raises(TypeError, match="a block hash must be bytes, got int"):
         table.cache(0, 2, [b"p0", 5])  # type: ignore[list-item]
-    assert (table.num_cached, pool.cached_blocks(FULL)) == (0, [])
+    assert (table.num_decided, pool.cached_blocks(FULL)) == (0, [])
     table.cache(0, 2, hashes("p", 2))
-    assert table.num_cached == 2
+    assert table.num_decided == 2
     pool.check_integrity([table])
 
 

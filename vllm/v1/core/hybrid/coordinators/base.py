@@ -123,7 +123,7 @@ class KVCacheCoordinator(ABC):
             if manager not in blocks.caching:
                 table = blocks.tables[manager.type_id]
                 num_decided = manager.num_cacheable_blocks(num_tokens)
-                table.num_cached = max(table.num_cached, num_decided)
+                table.num_decided = max(table.num_decided, num_decided)
         blocks.caching, blocks.next_cached = self._caching, 0
 
     def targets(self, step: Step) -> list[Target]:
@@ -243,7 +243,7 @@ class KVCacheCoordinator(ABC):
             table = blocks.tables[manager.type_id]
             if manager.cache_blocks(request, table, num_tokens, boundaries):
                 caching.append(manager)
-                next_cacheable = manager.next_cacheable(table.num_cached)
+                next_cacheable = manager.next_cacheable(table.num_decided)
                 if next_cacheable < next_cached:
                     next_cached = next_cacheable
         blocks.caching, blocks.next_cached = caching, next_cached
@@ -298,7 +298,7 @@ class KVCacheCoordinator(ABC):
                 f"{where} {blocks.next_slots} without slots"
             )
             if manager in blocks.caching:
-                next_full = manager.next_cacheable(table.num_cached)
+                next_full = manager.next_cacheable(table.num_decided)
                 assert blocks.next_cached <= next_full, (
                     f"{where} {blocks.next_cached}, but can cache at {next_full} tokens"
                 )

@@ -155,14 +155,14 @@ class SingleTypeKVCacheManager(ABC):
 
         Returns whether blocks after them can be cached later.
         """
-        begin, end = table.num_cached, self.num_cacheable_blocks(num_tokens)
+        begin, end = table.num_decided, self.num_cacheable_blocks(num_tokens)
         if begin < end:
             runs: Sequence[tuple[int, int]] = ((begin, end),)
             if not self.caches_all:
                 runs = self.cacheable_blocks(begin, end, boundaries)
             for run in runs:
                 table.cache(*run, request.block_hashes)
-            table.num_cached = end
+            table.num_decided = end
             if self.event_log is not None:
                 blocks = table.blocks(begin)
                 stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
@@ -237,4 +237,4 @@ class SingleTypeKVCacheManager(ABC):
             else:
                 assert block.type_id == self.type_id, f"{where}: block {i} is {block}"
             if block.block_hash is not None:
-                assert i < table.num_cached, f"{where}: block {i} was cached too early"
+                assert i < table.num_decided, f"{where}: block {i} was cached too early"
