@@ -65,7 +65,7 @@ def test_without_mamba_all_layers_have_attention() -> None:
 
 
 def test_a_step_that_leaves_no_layer_for_mamba_is_refused() -> None:
-    with pytest.raises(ValueError, match="mamba_step is 1; at least 2 is needed"):
+    with pytest.raises(ValueError, match="mamba_step must be at least 2, got 1"):
         Plamo2Config(mamba_step=1)
 
 

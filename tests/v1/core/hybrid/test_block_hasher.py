@@ -240,7 +240,7 @@ def test_base_hashes_what_fails_and_says_so_once(hash_fn: Callable[[Any], bytes]
             assert ours(request) == base(request) != []
     (record,) = log
     assert record.levelname == "WARNING"
-    assert "base hashes the blocks of requests like r (reported once)" in record.getMessage()
+    assert "base hashes the blocks of request r (reported once)" in record.getMessage()
     assert record.exc_info is not None
     assert "rest must have 1 to 16384 bytes" in str(record.exc_info[1])
 

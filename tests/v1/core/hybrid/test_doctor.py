@@ -202,14 +202,14 @@ def test_what_else_is_sent_to_base(results, case, reason):
     [
         (
             "error",
-            "the hybrid KV cache does not cover prefix hits inside of a Mamba block (prefix match "
+            "the hybrid manager does not cover prefix hits inside of a Mamba block (prefix match "
             "unit 64) yet",
         ),
         ("bad option", "hybrid_kv.enabled must be true or false, got 3"),
         ("bad value", "max_model_len (1000000)"),
-        ("flags only", "MODEL is missing"),
-        ("no such path", "MODEL must be a local folder with a config.json or*, got '*nowhere'"),
-        ("no config", "MODEL must be a local folder with a config.json or such a file*empty'"),
+        ("flags only", "MODEL must be given together with flags"),
+        ("no such path", "MODEL must be a config.json or a local folder*, got '*nowhere'"),
+        ("no config", "MODEL must be a config.json or a local folder that has one*empty'"),
         ("unknown architecture", "model type `no`"),
     ],
 )

@@ -90,7 +90,7 @@ def test_an_uncovered_feature_can_be_made_an_error(log, engine):
     with pytest.raises(ValueError) as error:
         GEMMA.build(create_kv_cache_manager, dcp_world_size=2)
     assert str(error.value) == (
-        "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid KV cache does not "
+        "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid manager does not "
         "cover decode context parallelism (world size 2) yet; with 'fallback', base vLLM's manager "
         "serves it"
     )
