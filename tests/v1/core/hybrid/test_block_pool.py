@@ -91,7 +91,7 @@ def test_all_types_are_allocated_for_or_none():
 @pytest.mark.parametrize(
     ("num_written", "pattern"), [(0, "..."), (1, "..x"), (2, ".xx"), (3, "xxx"), (1 << 80, "xxx")]
 )
-def test_the_last_new_blocks_are_real_and_null_blocks_stand_before_them(num_written, pattern):
+def test_the_last_new_blocks_are_real_and_the_new_blocks_before_them_are_null(num_written, pattern):
     pool = make_pool()
     table = allocate(pool, WINDOW, 1)
     hits, target = (pool.new_list(WINDOW),), ((4, num_written),)
@@ -144,7 +144,7 @@ def test_numbers_of_ids_do_not_overflow():
 
 
 class Garbage:
-    """An unreachable cycle; ``finalize`` is called once a garbage collection finds it."""
+    """An unreachable cycle. A garbage collection that finds it calls ``finalize``."""
 
     def __init__(self, finalize: Callable[[], object]) -> None:
         self.cycle = self
@@ -156,12 +156,12 @@ class Garbage:
 
 @pytest.fixture
 def collect_at_next_tuple() -> Iterator[Callable[[], None]]:
-    """From the call on, each new tuple of two starts a garbage collection, until the test ends."""
+    """After a call, each new tuple of two starts a garbage collection, until the test ends."""
     threshold = gc.get_threshold()
     tuples: list[tuple[int, int]] = []
 
     def start() -> None:
-        # More than Python keeps for reuse: a tuple made of a kept one starts no collection.
+        # Use up the tuples that Python keeps for reuse: reusing one starts no collection.
         tuples.extend([(i, i) for i in range(5000)])
         gc.set_threshold(1)
         gc.enable()
@@ -173,8 +173,8 @@ def collect_at_next_tuple() -> Iterator[Callable[[], None]]:
     gc.enable()
 
 
-def test_what_a_finalizer_takes_is_not_missing_in_an_allocation(collect_at_next_tuple):
-    """Else the garbage collection could run between the count of free blocks and their use."""
+def test_a_finalizer_cannot_take_blocks_that_an_allocation_has_counted(collect_at_next_tuple):
+    """No garbage collection may run between counting the free blocks and using them."""
     pool = make_pool(num_blocks=5)
     tables, targets = pool.new_tables(), ((1, 1), (1, 1))
     other, taken = pool.new_table(FULL), []
@@ -187,13 +187,13 @@ def test_what_a_finalizer_takes_is_not_missing_in_an_allocation(collect_at_next_
     pool.check_integrity([*tables, other])
 
 
-def test_what_a_finalizer_frees_does_not_change_an_allocation(collect_at_next_tuple):
+def test_a_finalizer_that_frees_blocks_does_not_change_an_allocation(collect_at_next_tuple):
     pool = make_pool(num_blocks=8)
     holder = allocate_cached(pool, WINDOW, "w")
     tables, targets = pool.new_tables(), ((1, 1), (2, 2))
     hits = pool.new_list(FULL), pool.find_prefix(WINDOW, hashes("w", 1), 1)
     pool.adopt(tables, hits, (0, 0))
-    # Its block stays the holder's: without it the table misses more blocks than are free.
+    # The holder keeps the block. Without the hit, the table needs more blocks than are free.
     Garbage(tables[1].free)
     collect_at_next_tuple()
     new = pool.allocate(tables, targets)
@@ -209,7 +209,7 @@ def test_released_blank_ids_are_reused_first():
     assert ids(allocate(pool, FULL, 2)) == [(3,), (2,)]
 
 
-def test_blank_ids_go_before_cached_blocks_and_those_in_release_order():
+def test_blank_ids_are_taken_before_cached_blocks_are_evicted_in_release_order():
     pool = make_pool(num_blocks=5)
     table = allocate(pool, FULL, 3)
     table.cache(0, 2, hashes("p", 2))
@@ -299,7 +299,7 @@ def test_a_hit_is_adopted_in_all_types_or_in_none():
 @pytest.mark.parametrize("alignment", [1, 2, 3])
 @pytest.mark.parametrize("missing", [None, 0, 7, 20, 38, 39])
 def test_searches_agree_with_a_plain_one(alignment, missing):
-    """Longer than what a search loads ahead, from both ends, around a gap."""
+    """Longer than the prefetch distance, in both directions, around a gap."""
     pool = make_pool(num_blocks=100)
     prompt = hashes("p", 40)
     table = allocate(pool, FULL, 40)
@@ -565,7 +565,7 @@ def test_a_table_that_is_dropped_releases_its_blocks():
 
 
 @pytest.mark.parametrize("tables", [3, [1], (None,), (1,)])
-def test_what_is_no_tuple_of_tables_is_refused(tables):
+def test_anything_but_a_tuple_of_tables_is_refused(tables):
     pool = make_pool()
     for use in (
         lambda: pool.num_missing_ids(tables, (), (), ()),
@@ -577,7 +577,7 @@ def test_what_is_no_tuple_of_tables_is_refused(tables):
 
 
 @pytest.mark.parametrize("targets", [3, (1,), [None], (5, 5)])
-def test_what_is_no_sequence_of_pairs_is_refused(targets):
+def test_anything_but_a_sequence_of_pairs_is_refused(targets):
     pool = make_pool()
     tables, hits = (pool.new_table(FULL),), (pool.new_list(FULL),)
     for use in (
@@ -588,7 +588,7 @@ def test_what_is_no_sequence_of_pairs_is_refused(targets):
             use()
 
 
-def test_numbers_that_change_targets_and_tables_do_no_harm():
+def test_an_index_method_that_changes_targets_and_tables_does_no_harm():
     pool = make_pool(num_blocks=5)
     table, other = pool.new_table(FULL), pool.new_table(FULL)
     target: list[object] = []
@@ -603,7 +603,7 @@ def test_numbers_that_change_targets_and_tables_do_no_harm():
 
     target[:] = [Changing(), 9]
     targets[:] = [target, (1, 1)]
-    # What the number takes is counted: it is converted before.
+    # The number is converted first, so the blocks that its __index__ takes are counted.
     assert pool.allocate((table,), targets) is None  # type: ignore[arg-type]
     assert (len(table), len(other), pool.get_num_free_blocks()) == (0, 2, 2)
     new = pool.allocate((table,), [[2, 2]])  # type: ignore[list-item]
@@ -613,7 +613,7 @@ def test_numbers_that_change_targets_and_tables_do_no_harm():
 
 
 @pytest.mark.parametrize("position", [1, 2, 3])
-def test_numbers_that_change_the_list_of_hashes_do_no_harm(position):
+def test_an_index_method_that_changes_the_list_of_hashes_does_no_harm(position):
     pool = make_pool(num_blocks=300)
     prompt = [bytes([i]) * 32 for i in range(200)]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit tokens of base's manager and ours on the same workload, with a pool that is too small.
+"""Hit tokens of base's and the hybrid manager on the same workload, in a pool that is too small.
 
-Conversations grow from a few shared prefixes and come back with falling frequency. Base evicts
-a type's physical blocks one by one, ours evicts them together, so the two keep different
-prefixes. Every hit of both is verified, as in test_differential.py.
+Conversations grow from a few shared prefixes and return with decreasing frequency. Base evicts a
+type's physical blocks one by one, and the hybrid manager evicts them together, so the two keep
+different prefixes. Every hit of both is verified, as in test_differential.py.
 """
 
 import random
