@@ -102,7 +102,7 @@ def test_a_port_in_use(used_port: int, refusal, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "8000.0", "²"])
 def test_an_invalid_port_is_refused(port: str, refusal) -> None:
-    expected = f"error: the port must be 1 to 65535, got {port!r}"
+    expected = f"error: the port must be from 1 to 65535, got {port!r}"
     assert refusal(f"--port={port}") == expected
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deliberate faults for the mutation check; each changes one place of the sources.
+"""Deliberate faults for the mutation check. Each changes one place of the sources.
 
-``old`` must occur exactly once in the file, so that a change of the sources that moves it is
-noticed (`tests/v1/core/hybrid/test_mutants.py`).
+``old`` must occur exactly once in the file. If a change of the sources removes it,
+`tests/v1/core/hybrid/test_mutants.py` fails.
 """
 
 from dataclasses import dataclass

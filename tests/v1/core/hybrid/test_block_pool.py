@@ -424,7 +424,7 @@ def test_evictions_are_recorded_on_request():
     assert pool.take_evictions() == []
     allocate_cached(pool, WINDOW, "w").free()
     allocate(pool, FULL, 1)
-    assert pool.take_evictions() == [], "nobody asked for them"
+    assert pool.take_evictions() == [], "evictions are not recorded by default"
 
 
 @pytest.mark.parametrize(

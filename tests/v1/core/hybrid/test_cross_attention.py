@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 WHISPER = (full(16), cross(16))
 
 
-@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "ours"])
+@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "hybrid"])
 def manager_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 Path = tuple[tuple[int, int], ...]
 
 
-@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "ours"])
+@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "hybrid"])
 def manager_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 

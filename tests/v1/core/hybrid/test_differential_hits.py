@@ -79,9 +79,9 @@ def test_hit_tokens_with_eviction() -> None:
                 fewer = "  (fewer)" if ours < base else ""
                 print(
                     f"{name}, retention {retention}, workload {seed}: "
-                    f"{base:,} hit tokens with base, {ours:,} with ours{fewer}"
+                    f"{base:,} hit tokens with base, {ours:,} with the hybrid manager{fewer}"
                 )
-    print(f"all: {total[0]:,} hit tokens with base, {total[1]:,} with ours")
-    print(f"all: {evicted[0]:,} blocks evicted with base, {evicted[1]:,} with ours")
+    print(f"all: {total[0]:,} hit tokens with base, {total[1]:,} with the hybrid manager")
+    print(f"all: {evicted[0]:,} blocks evicted with base, {evicted[1]:,} with the hybrid manager")
     assert min(evicted) > 0
     assert 0 < total[0] <= total[1]

@@ -100,7 +100,7 @@ def test_a_load_after_a_hit():
 
 
 def test_a_load_of_the_whole_prompt_keeps_what_the_last_token_reads():
-    """It is computed anew. At 64 tokens it reads 31 to 63, the next one 32 to 64."""
+    """It is computed again. At 64 tokens it reads 31 to 63; the next token reads 32 to 64."""
     manager = make_manager()
     first = request("first", (1, 64))
 
