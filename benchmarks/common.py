@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-#: A function to time: one call is one sample. If only a part of the call counts, it returns the
-#: seconds as a float; any other value is ignored.
+#: A function to time. One call is one sample. If only a part of the call counts, the function
+#: returns the seconds as a float. Other return values are ignored.
 Timed = Callable[[], object]
 
 
@@ -30,14 +30,15 @@ def add_common_arguments(parser: argparse.ArgumentParser, trials: int = 15) -> N
 def sample_seconds(functions: Mapping[str, Timed], trials: int) -> dict[str, list[float]]:
     """Seconds of ``trials`` calls of each function; the functions take turns.
 
-    They take turns because a machine changes its speed within seconds, which then affects all of
-    them. Every other round goes backwards, so that no function always follows the same one.
+    The speed of a machine changes within seconds. Because the functions take turns, a change
+    affects all of them. Every other round runs in reverse order, so that no function always follows
+    the same function.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()  # the first call fills caches and does not count
     gc.collect()
-    gc.disable()  # as timeit does: a collection would slow a random function
+    gc.disable()  # like timeit, because a collection would slow down a random function
     try:
         for trial in range(trials):
             names = list(functions)
@@ -67,7 +68,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits in a unit that fits, such as ``1.4 ms``."""
+    """At most three digits with a fitting unit, such as ``1.4 ms``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"
@@ -75,7 +76,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def write_json(path: Path, results: object) -> None:
-    """Write ``{"machine": ..., "results": results}`` with the machine that runs this."""
+    """Write ``{"machine": ..., "results": results}``; the machine is the one that runs this."""
     record = {"machine": describe_machine(), "results": results}
     path.write_text(json.dumps(record, indent=2) + "\n")
 

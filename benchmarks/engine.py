@@ -3,8 +3,8 @@
 
     python benchmarks/engine.py [--requests 256] [--tokens 64] [--trials 9] [--json FILE]
 
-The model is a tiny random Gemma 3 with two attention types, which costs little. Both engines run,
-each in its own process, and take turns: one generates while the other waits.
+The model is a tiny random Gemma 3 with two attention types, which costs little time. Each engine
+runs in its own process. The engines take turns: one generates while the other waits.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def serve(num_requests: int, num_tokens: int, checkpoint: str) -> None:
 
 
 class Engine:
-    """An engine in a process of its own, with the manager ``name``."""
+    """An engine in its own process, with the manager ``name``."""
 
     def __init__(self, name: str, num_requests: int, num_tokens: int, checkpoint: str) -> None:
         environment = os.environ | {
@@ -81,7 +81,7 @@ class Engine:
         for line in self.process.stdout:
             if line.startswith(MARK):
                 return float(line.removeprefix(MARK))
-        raise SystemExit(f"an engine ended with status {self.process.wait()}")
+        raise SystemExit(f"an engine must run until the end, got exit status {self.process.wait()}")
 
     def close(self) -> None:
         assert self.process.stdin is not None

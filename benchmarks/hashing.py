@@ -3,10 +3,11 @@
 
     python benchmarks/hashing.py [--trials N] [--json FILE]
 
-Prompts differ from call to call, as those of requests do: the branch predictor of a CPU learns the
-sizes of tokens that repeat. Ids are log-uniform from 128 to 262,143, which makes 3.3 bytes per
-token in a pickle; English and Python code under Gemma 3's tokenizer have 3.3 and 3.5. Uniform ids
-are measured for comparison: nearly all of them take five bytes, 1.5 times as much work for SHA-256.
+Every call has another prompt, as every request does. Otherwise the branch predictor of the CPU
+would learn the sizes of repeated tokens. Ids are log-uniform from 128 to 262,143, which makes 3.3
+bytes per token in a pickle. English and Python code have 3.3 and 3.5 bytes with Gemma 3's
+tokenizer. Uniform ids are measured for comparison: nearly all take five bytes, 1.5 times as much
+work for SHA-256.
 """
 
 import argparse
@@ -58,12 +59,14 @@ def uniform(generator: random.Random, count: int) -> list[int]:
 
 def make_hashers(algorithm: str, block_size: int) -> dict[str, RequestBlockHasher]:
     hash_fn = get_hash_fn_by_name(algorithm)
-    # The engine core does this first. Any first parent will do, and this one logs nothing.
+    # The engine core does this first. Any first parent works, and this one logs nothing.
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn("first"))
     base = kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
     hybrid = create_request_block_hasher(block_size, hash_fn, base)
     if hybrid is base:
-        raise SystemExit(f"{algorithm}, block size {block_size}: base's hasher is used")
+        raise SystemExit(
+            f"{algorithm}, block size {block_size}: the hasher must be native, got base's"
+        )
     return {"base": base, "hybrid": hybrid}
 
 
@@ -82,7 +85,7 @@ def prompt_case(algorithm: str, block_size: int, draw: Any, trials: int) -> Row:
     generator = random.Random(0)
     requests = [make_request(draw(generator, PROMPT_TOKENS)) for _ in range(PROMPTS)]
     if any(hashers["base"](request) != hashers["hybrid"](request) for request in requests):
-        raise SystemExit(f"{algorithm}, block size {block_size}: the hashes differ")
+        raise SystemExit(f"{algorithm}, block size {block_size}: the hashes must be those of base")
 
     def hash_next(hasher: RequestBlockHasher) -> Callable[[], object]:
         turns = cycle(requests)
@@ -93,7 +96,7 @@ def prompt_case(algorithm: str, block_size: int, draw: Any, trials: int) -> Row:
 
 
 def decode_case(algorithm: str, block_size: int, trials: int) -> Row:
-    """Blocks that fill one at a time after a prompt; seconds per block."""
+    """Hash blocks that become full one at a time after a prompt; seconds per block."""
     hashers = make_hashers(algorithm, block_size)
     generator = random.Random(0)
     tokens = text_like(generator, PROMPT_TOKENS + DECODE_BLOCKS * block_size)
@@ -120,7 +123,7 @@ def decode_case(algorithm: str, block_size: int, trials: int) -> Row:
 
 
 def pause_case(algorithm: str, block_size: int, trials: int) -> Row:
-    """The longest pause of another thread while a long prompt is hashed; medians."""
+    """Medians of the longest pause of another thread while a long prompt is hashed."""
     hashers = make_hashers(algorithm, block_size)
     request = make_request(text_like(random.Random(0), LONG_PROMPT_TOKENS))
     pauses: dict[str, list[float]] = {"idle": [], "base": [], "hybrid": []}
@@ -130,7 +133,7 @@ def pause_case(algorithm: str, block_size: int, trials: int) -> Row:
             pause, took = longest_pause(partial(hasher, request))
             pauses[name].append(pause)
             seconds[name].append(took)
-        # For as long as base takes: the pauses that come from the machine alone.
+        # Do nothing for as long as base takes. This shows the pauses that the machine causes.
         pauses["idle"].append(longest_pause(lambda: time.sleep(seconds["base"][-1]))[0])
     medians = {f"{name}_pause": statistics.median(values) for name, values in pauses.items()}
     medians |= {name: statistics.median(values) for name, values in seconds.items()}
@@ -149,7 +152,7 @@ def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
             now = perf_counter()
             longest = max(longest, now - before)
             before = now
-        # Work that ends before this thread runs again has made it wait too.
+        # Also count work that ended before this thread ran again.
         gaps[0] = max(longest, perf_counter() - before)
 
     thread = threading.Thread(target=watch)

@@ -4,7 +4,7 @@
     python benchmarks/manager.py [--groups 1 2 6 46] [--requests 256 ...] [--json FILE]
 
 Drives both managers as base's scheduler does, with requests of 2,048 tokens. The managers take
-turns; each figure is the median over the trials, in microseconds per request.
+turns. Each figure is the median over the trials, in microseconds per request.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def run_trial(
             request.num_computed_tokens += 1
         steps.append((perf_counter() - begin) / len(requests))
     seconds["decode"] = statistics.mean(steps)
-    # The prompt ends with a block: blocks begin in the first step and end in the last.
+    # The prompt ends at the end of a block: new blocks begin in the first step and end in the last.
     quiet = [step for i, step in enumerate(steps, start=1) if i % BLOCK_SIZE not in (0, 1)]
     seconds["quiet"] = statistics.mean(quiet)
 

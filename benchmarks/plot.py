@@ -51,7 +51,7 @@ def main() -> None:
     groups = json.loads(arguments.groups.read_text())["results"]
     requests = json.loads(arguments.requests.read_text())["results"]
 
-    # The same numbers must make the same file.
+    # The same numbers must give the same file.
     plt.rcParams["svg.hashsalt"] = "hybrid-kv"
     _, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     draw(left, groups, "groups")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a pool of blocks by its size: start-up, memory, garbage collection, operations.
+"""The cost of a block pool by its size: start-up, memory, garbage collection, operations.
 
     python benchmarks/pool.py [--blocks 10000 100000 500000 2000000] [--served N ...] [--json FILE]
 
-Each row is measured in a process of its own. The model has one full-attention group and one
+Each row is measured in a separate process. The model has one full-attention group and one
 sliding-window group. The pool is full of cached blocks when operations and garbage collection are
 measured.
 """
@@ -46,7 +46,7 @@ def measure(name: str, num_blocks: int, min_served: int, trials: int) -> dict[st
 
     seconds: list[float] = []
     num_served = 0
-    # Enough to fill the pool and to evict from it.
+    # Enough requests to fill the pool and to evict from it.
     num_to_fill = max(num_blocks // (NUM_PROMPT_TOKENS // BLOCK_SIZE) + BATCH, min_served)
     while num_served < num_to_fill or len(seconds) < trials:
         requests = make_requests(BATCH, 0, first=num_served)
@@ -77,7 +77,7 @@ def measure(name: str, num_blocks: int, min_served: int, trials: int) -> dict[st
 
 
 def measure_apart(name: str, *numbers: int) -> dict[str, float]:
-    """`measure`, in a process of its own."""
+    """`measure` in a separate process."""
     command = [sys.executable, __file__, "--child", name, *map(str, numbers)]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:

@@ -3,8 +3,8 @@
 
     python benchmarks/scheduler.py [--groups 6] [--requests 256] [--profile] [--json FILE]
 
-A step is `Scheduler.schedule()` plus `update_from_output()`, for requests that all decode. No model
-runs: each request gets the same token. Each figure is the median over the rounds, in microseconds
+A step is `Scheduler.schedule()` plus `update_from_output()`. All requests decode. No model runs:
+each request gets the same token. Each figure is the median over the rounds, in microseconds
 per request.
 """
 
@@ -107,7 +107,7 @@ def print_profile(num_groups: int, num_requests: int) -> None:
     seconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for (path, _, function), (_, num_calls, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        # Methods of C, as of lists and dicts, and the gates before the manager's methods.
+        # C methods, such as those of lists and dicts, and the gates before the manager's methods.
         place = path.partition("site-packages/")[2] or path.partition("vllm/v1")[1] + (
             path.partition("vllm/v1")[2] or function.strip("<>")
         )

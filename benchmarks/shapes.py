@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 WINDOW = 1024
 NUM_PROMPT_TOKENS = 2048
 MAX_MODEL_LEN = 8192
-#: KV cache groups: full attention alone; with one, 5 (Gemma 3) and 45 sliding-window groups.
+#: Numbers of KV cache groups: full attention alone, or with 1, 5 (Gemma 3) or 45 window groups.
 NUM_GROUPS = (1, 2, 6, 46)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for developers; each runs as ``python -m tools.NAME`` in the repository root."""
+"""Programs for developers. Each runs as ``python -m tools.NAME`` in the repository root."""

@@ -3,8 +3,8 @@
 
     python3 -m tools.bootstrap
 
-Standard library only: it runs with the system's Python, before anything is installed. It skips
-steps that are done, so the next run continues an interrupted one.
+It uses only the standard library, because it runs with the system's Python before anything is
+installed. It skips steps that are done, so a new run continues an interrupted one.
 """
 
 import sys
@@ -45,7 +45,7 @@ DOWNLOADS_SIZE = 3 * GB
 
 
 class Problem(Exception):
-    """Something that the user has to fix; only the text is shown."""
+    """A problem that the user has to fix. Only the text is shown."""
 
 
 def say(text: str) -> None:
@@ -132,7 +132,7 @@ def check_disk() -> None:
 
 
 def make_venv() -> None:
-    """Make an environment, unless one works and was made in this folder."""
+    """Make an environment, unless this folder has a working one that was made here."""
     test = "import sys, pip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))"
     moved = STAMPS.exists() and not read_stamps()
     usable = not moved and VENV_PYTHON.exists()
@@ -148,7 +148,7 @@ def make_venv() -> None:
 def pip_install(what: str, *arguments: str) -> None:
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     command = [str(VENV_PYTHON), "-m", "pip", "--log", str(PIP_LOG), "install"]
-    command += ["--retries", "10", *arguments]  # pip's own 5 are over within seconds
+    command += ["--retries", "10", *arguments]  # pip's default, 5 retries, ends within seconds
     if subprocess.run(command, cwd=ROOT, env=environment).returncode != 0:
         raise Problem(f"pip could not install {what}; its log is {PIP_LOG}.")
 
@@ -194,7 +194,7 @@ def bootstrap() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Wait for other runs: `make serve` and `make test` must not install at the same time."""
+    """Wait for other runs. `make serve` and `make test` must not install at the same time."""
     with LOCK.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

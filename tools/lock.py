@@ -3,8 +3,8 @@
 
     make lock
 
-The lock is valid on every machine: it has no hosts, no paths, no "+cpu" in a version, and none of
-the CUDA libraries of PyPI's PyTorch, which the bootstrap leaves to pip.
+The lock is valid on every machine: it has no hosts, no paths, and no "+cpu" in a version. It also
+omits the CUDA libraries of PyPI's PyTorch, because pip resolves these in the bootstrap.
 """
 
 import json

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the native core is built, and what the machine needs for that. Standard library only.
+"""Builds the native core, and checks what the machine needs for that.
 
-setup.py, the bootstrap and the tools that build variants of the core all use it.
+Uses only the standard library. setup.py, the bootstrap and the tools that build variants of the
+core all use it.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 
 def find_tool(*names: str) -> str | None:
-    """The first of these programs on PATH, or beside the Python that runs this."""
+    """The first of these programs on PATH, or in the folder of the Python that runs this."""
     for path in (None, os.path.dirname(sys.executable), sysconfig.get_path("scripts")):
         for name in names:
             if found := shutil.which(name, path=path):
@@ -88,7 +89,7 @@ def _cmake() -> str:
 
 
 def _discard_foreign_build(build: Path, configure: list[str]) -> None:
-    """CMake cannot continue a build of another generator, Python or nanobind."""
+    """Remove a build of another generator, Python or nanobind: CMake cannot continue it."""
     record = build / "configured-with.txt"
     command = "\n".join(configure)
     if not record.is_file() or record.read_text() != command:

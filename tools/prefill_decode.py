@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 MAX_TOKENS = 24
-#: Prompts of lengths around the ends of blocks and windows, and those where the window of the
-#: last token begins a block earlier than that of the next one (31 modulo 32).
+#: Lengths of prompts around the ends of blocks and windows. At 31 modulo 32, the window of the last
+#: token begins one block earlier than the window of the next token.
 LENGTHS = (5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161, 191, 223, 287, 300)
 MANAGERS = ("base", "hybrid")
 COLUMNS = ("manager", "answers", "differ", "lengths of their prompts", "hit in the decode engine")
@@ -112,7 +112,7 @@ def serve(pipe: Connection, role: Role) -> None:
 
 
 class Engine:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, role: Role) -> None:
         context = multiprocessing.get_context("spawn")
@@ -134,7 +134,7 @@ class Engine:
 
 
 def make_batches() -> list[list[list[int]]]:
-    """Prompts one by one, then all together, then together with other ends."""
+    """Prompts one by one, then all together, then all together with different ends."""
     rng = random.Random(1)
     prompts = [[rng.randrange(5, 250) for _ in range(length)] for length in LENGTHS]
     others = [prompt[: len(prompt) * 2 // 3] + prompts[-1][:50] for prompt in prompts]

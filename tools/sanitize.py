@@ -4,7 +4,7 @@
     python -m tools.sanitize [pytest arguments]
 
 Without arguments it runs the tests that use the native core most. Any finding ends the run with a
-report and a failure. Needs g++ with its sanitizer libraries (they come with it).
+report and a failure. Needs g++ and its sanitizer libraries, which are part of g++.
 """
 
 import os
@@ -29,7 +29,7 @@ DEFAULT = (
 )
 FLAGS = (
     "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-    # The standard library checks its indices too.
+    # The C++ standard library also checks its indices.
     " -D_GLIBCXX_ASSERTIONS"
 )
 

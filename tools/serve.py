@@ -36,7 +36,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class ServeError(RuntimeError):
-    """The server cannot be started; the message is one line that says what to do."""
+    """The server cannot start. The message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ MODELS = {
 
 def parse_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise ServeError(f"the port must be 1 to 65535, got {text!r}")
+        raise ServeError(f"the port must be from 1 to 65535, got {text!r}")
     return int(text)
 
 
@@ -70,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     parser = argparse.ArgumentParser(
         description="Serve a model with vLLM's OpenAI-compatible server.",
         epilog="All other options go to vLLM's server as they are, as in `vllm serve`.",
-        # An abbreviation of our option could be an option of vLLM.
+        # No abbreviations: one of our options, abbreviated, could be an option of vLLM.
         allow_abbrev=False,
     )
     parser.add_argument("--model", choices=MODELS, default="gemma3-270m")
@@ -94,7 +94,7 @@ def check_port(host: str, port: int) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As servers do, so that connections that were just closed do not block the port.
+            # Servers do the same, so that connections that were just closed do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
@@ -166,7 +166,7 @@ def run_server(command: list[str], environment: dict[str, str], url: str, text: 
         if server.poll() is not None:
             return
         if len(received) == 1:
-            # Not SIGINT, which gives a traceback while the server still loads.
+            # Not SIGINT, which causes a traceback while the server still loads.
             server.terminate()
         else:
             os.killpg(server.pid, signal.SIGKILL)

@@ -16,8 +16,9 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are written as t
 
 constexpr std::size_t kMaxToken = 5, kMaxParent = 255;  // bytes
 
-// Writers put something at `at` and return where the next goes. This one always stores eight bytes,
-// of which `size` count. Sizes are computed without branches, which would be mispredicted.
+// Each writer writes at `at` and returns the position after what it wrote. put_word() stores eight
+// bytes, of which the first `size` count. Sizes are computed without branches, because the
+// processor would mispredict them.
 Byte* put_word(Byte* at, std::uint64_t value, std::size_t size) {
   std::memcpy(at, &value, sizeof value);
   return at + size;
@@ -36,7 +37,7 @@ struct Pickle {
   static Byte* begin(Byte* at, const Byte* parent, std::size_t parent_size,
                      std::size_t num_tokens) {
     *at++ = 0x80, *at++ = 5;  // protocol
-    *at++ = 0x95, at += 8;    // frame; its size comes last
+    *at++ = 0x95, at += 8;    // frame; end() fills in its size
     *at++ = 'C', *at++ = static_cast<Byte>(parent_size);
     at = put_bytes(at, parent, parent_size);
     *at++ = 0x94;  // memoize
@@ -107,7 +108,7 @@ std::size_t checked_block_size(std::int64_t block_size) {
 
 void check_size(const char* what, std::size_t size, std::size_t most) {
   if (size >= 1 && size <= most) return;
-  throw std::invalid_argument(std::string(what) + " must have from 1 to " + std::to_string(most) +
+  throw std::invalid_argument(std::string(what) + " must have 1 to " + std::to_string(most) +
                               " bytes, got " + std::to_string(size));
 }
 

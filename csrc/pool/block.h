@@ -16,8 +16,8 @@ namespace hybrid_kv {
 using BlockIndex = std::int32_t;
 constexpr BlockIndex kNullBlock = 0;
 
-// Loops over many blocks, hashes or index slots prefetch this many iterations ahead: these lie
-// anywhere in memory.
+// Loops over many blocks, hashes or index slots prefetch this many iterations ahead, because the
+// items are scattered in memory.
 constexpr std::size_t kAhead = 8;
 
 // A block hash: the raw digest, of 1 to 32 bytes.
@@ -54,13 +54,13 @@ struct Digest {
 };
 
 // One grouped block: the physical blocks of all groups of an attention type for the same tokens.
-// As long as a cache line, because the processor cannot predict which block is visited next.
+// A block is exactly one cache line, because the processor cannot predict which block comes next.
 struct alignas(64) Block {
   Digest digest;  // set while the block is in its type's prefix index
   std::uint8_t type_id = 0;
   bool is_live = false;               // owns physical ids
   std::uint32_t ref_cnt = 0;          // references of block tables, and detached ones
-  std::uint32_t generation = 0;       // uses of this index so far; a stale handle has another
+  std::uint32_t generation = 0;       // uses of this index so far; a stale handle has fewer
   BlockIndex previous = 0, next = 0;  // neighbours in the eviction order
   // A ring of the cached blocks with the same digest, in the order of insertion.
   BlockIndex previous_same = 0, next_same = 0;
@@ -70,13 +70,13 @@ struct alignas(64) Block {
 };
 static_assert(sizeof(Block) == 64);
 
-// A reference-free pointer to a block, which becomes stale when the block is freed or evicted.
+// Points to a block and holds no reference. It is stale once the block was freed or evicted.
 struct BlockHandle {
   BlockIndex index = kNullBlock;
   std::uint32_t generation = 0;
 };
 
-// The evictable blocks (cached, not referenced), the next to be evicted first. A linked list
+// The evictable blocks (cached, not referenced) in the order of their eviction, as a linked list
 // through the blocks.
 class EvictionOrder {
  public:

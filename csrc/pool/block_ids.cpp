@@ -26,7 +26,7 @@ BlankBlockIds::BlankBlockIds(std::int64_t num_blocks)
 }
 
 void BlankBlockIds::throw_too_many() {
-  throw std::logic_error("more block ids were returned than taken");
+  throw std::logic_error("the returned block ids must be in use, got more ids than are in use");
 }
 
 }  // namespace hybrid_kv

@@ -11,7 +11,7 @@ namespace hybrid_kv {
 // The blank physical block ids, which hold nothing reusable, as a stack.
 //
 // Ids run from 1 to num_blocks - 1; id 0 is the null block and never allocated. Correctness does
-// not depend on which id a caller gets. Last in, first out keeps the ids in use few and recent.
+// not depend on which id a caller gets. Last in, first out reuses the same few ids.
 class BlankBlockIds {
  public:
   // Throws std::invalid_argument unless 1 <= num_blocks <= 2^31 - 1.

@@ -14,7 +14,8 @@ BlockList BlockList::truncated(std::size_t num_blocks) const {
 
 BlockList BlockList::operator+(const BlockList& other) const {
   if (other.pool != pool) {
-    throw std::invalid_argument("the added blocks must be of the same pool, got another pool's");
+    throw std::invalid_argument(
+        "the added blocks must be of the same pool, got those of another pool");
   }
   if (other.type_id != type_id) {
     throw std::invalid_argument("the added blocks must be of type " + std::to_string(type_id) +

@@ -43,9 +43,9 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
   }
   if (max_blocks > static_cast<std::size_t>(std::numeric_limits<BlockIndex>::max()) ||
       max_ids > std::numeric_limits<std::uint32_t>::max()) {
-    throw std::invalid_argument(
-        "num_blocks must be small enough for 32-bit indices of the blocks of " +
-        std::to_string(types_.size()) + " types, got " + std::to_string(num_blocks));
+    throw std::invalid_argument("num_blocks must be small enough for 32-bit indices with " +
+                                std::to_string(types_.size()) + " attention types, got " +
+                                std::to_string(num_blocks));
   }
   blocks_.reserve(max_blocks);
   ids_.reserve(max_ids);
@@ -74,9 +74,9 @@ const Block& BlockPool::checked(BlockHandle handle) const {
 void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
   const std::size_t groups = num_groups(type_id), num_ids = num_blocks * groups;
   if (num_blocks > num_free() / groups) {
-    throw std::logic_error("more blocks were allocated than are free");
+    throw std::logic_error("the blocks to allocate must be free, got more blocks than are free");
   }
-  // An estimate: the evicted blocks may be of other types.
+  // An estimate, because the evicted blocks may be of other types.
   const std::size_t to_evict =
       blank_.size() < num_ids ? (num_ids - blank_.size() - 1) / groups + 1 : 0;
   BlockIndex ahead = evictable_.first();
@@ -89,7 +89,7 @@ void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
       __builtin_prefetch(&at(ahead), 1);
     }
     const BlockIndex oldest = evictable_.first();
-    unmake_evictable(oldest);
+    remove_from_evictable(oldest);
     uncache(oldest);
     dissolve(oldest);
   }
@@ -119,7 +119,7 @@ BlockIndex BlockPool::allocate(std::size_t type_id) {
 void BlockPool::touch(BlockIndex index) {
   if (index == kNullBlock) return;
   Block& block = at(index);
-  if (block.ref_cnt == 0) unmake_evictable(index);
+  if (block.ref_cnt == 0) remove_from_evictable(index);
   ++block.ref_cnt;
 }
 
@@ -131,16 +131,16 @@ void BlockPool::release(const std::vector<BlockIndex>& indices) {
     if (index == kNullBlock) continue;
     Block& block = at(index);
     if (block.ref_cnt == 0) {
-      throw std::logic_error("a block was released more often than it was referenced");
+      throw std::logic_error("a released block must be referenced, got one without references");
     }
     if (--block.ref_cnt > 0) continue;
     if (block.is_cached()) {
-      make_evictable(index);
+      add_to_evictable(index);
     } else {
       unneeded.push_back(index);
     }
   }
-  // Backwards, because the ids that become blank last are taken first.
+  // From the last to the first, because the ids that become blank last are taken first.
   for (auto index = unneeded.rbegin(); index != unneeded.rend(); ++index) dissolve(*index);
 }
 
@@ -160,7 +160,10 @@ void BlockPool::release_detached(BlockHandle handle) {
 }
 
 void BlockPool::cache(BlockIndex index, const Digest& digest) {
-  if (!can_cache(index)) throw std::logic_error("a block without references was cached, or twice");
+  if (!can_cache(index)) {
+    throw std::logic_error(
+        "a block to cache must be referenced and not cached yet, got another block");
+  }
   Block& block = at(index);
   block.digest = digest;
   indexes_[block.type_id]->insert(index);
@@ -174,8 +177,8 @@ void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
                                   std::to_string(id));
     }
   }
-  // Visits all blocks: a map from ids to blocks would cost more than this call, which is rare (a
-  // connector's load has failed).
+  // Visits all blocks. A map from ids to blocks would cost more than this call, which is rare: it
+  // follows a failed load of a KV connector.
   const std::unordered_set<std::int64_t> wanted(physical_ids.begin(), physical_ids.end());
   for (const BlockIndex index : live_blocks()) {
     const Block& block = at(index);
@@ -185,7 +188,7 @@ void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
       is_wanted = is_wanted || wanted.count(first[i]) > 0;
     }
     if (!block.is_cached() || !is_wanted) continue;
-    if (block.ref_cnt == 0) unmake_evictable(index);
+    if (block.ref_cnt == 0) remove_from_evictable(index);
     uncache(index);
     if (block.ref_cnt == 0) dissolve(index);
   }
@@ -199,7 +202,7 @@ void BlockPool::clear_cache() {
   }
   while (!evictable_.is_empty()) {
     const BlockIndex index = evictable_.last();
-    unmake_evictable(index);
+    remove_from_evictable(index);
     dissolve(index);
   }
 }
@@ -212,19 +215,19 @@ void BlockPool::uncache(BlockIndex index) {
   num_evicted_ids_ += types_[block.type_id].num_groups;
 }
 
-void BlockPool::make_evictable(BlockIndex index) {
+void BlockPool::add_to_evictable(BlockIndex index) {
   evictable_.append(blocks_, index);
   num_evictable_ids_ += num_groups(at(index).type_id);
 }
 
-void BlockPool::unmake_evictable(BlockIndex index) {
+void BlockPool::remove_from_evictable(BlockIndex index) {
   evictable_.remove(blocks_, index);
   num_evictable_ids_ -= num_groups(at(index).type_id);
 }
 
 void BlockPool::dissolve(BlockIndex index) {
   Block& block = at(index);
-  if (!block.is_live) throw std::logic_error("the ids of a block were returned twice");
+  if (!block.is_live) throw std::logic_error("a block must own ids to be freed, got one without");
   blank_.give_back(ids(block), num_groups(block.type_id));
   block.is_live = false;
   ++block.generation;

@@ -70,7 +70,7 @@ class BlockPool {
   void touch(BlockIndex index);
   // Drops one reference to each block, null blocks excepted. The first block is reused first.
   void release(const std::vector<BlockIndex>& indices);
-  // Turns one reference of a table into a detached one, which the caller owns.
+  // Turns one reference of a table into a detached reference, which the caller owns.
   void detach(BlockIndex index);
   // Drops a detached reference. Throws std::invalid_argument if the block has none.
   void release_detached(BlockHandle handle);
@@ -89,7 +89,7 @@ class BlockPool {
     return block(index).ref_cnt > 0 && !block(index).is_cached();
   }
 
-  // Enters a referenced block in the prefix cache; the hash is that of the prefix up to its end.
+  // Enters a referenced block in the prefix cache. The hash covers the prefix up to its end.
   void cache(BlockIndex index, const Digest& digest);
   // Removes every block that holds one of the ids from the prefix cache. Visits all blocks.
   void evict(const std::vector<std::int64_t>& physical_ids);
@@ -97,8 +97,8 @@ class BlockPool {
   void clear_cache();
 
   // The blocks of the longest prefix of at most `max_blocks` blocks, a multiple of `alignment`,
-  // that are all cached from index `begin` on; null blocks stand for those before. `hashes(i)` is
-  // the hash at the end of the type's i-th block, for i < hashes.num_blocks().
+  // that are all cached from index `begin` on. The blocks before `begin` are null blocks.
+  // `hashes(i)` is the hash at the end of the type's i-th block, for i < hashes.num_blocks().
   template <typename Hashes>
   std::vector<BlockHandle> find_prefix(std::size_t type_id, const Hashes& hashes,
                                        std::size_t max_blocks, std::size_t alignment,
@@ -117,7 +117,7 @@ class BlockPool {
   }
 
   // The longest prefix of at most `max_blocks` blocks, a multiple of `alignment`, whose last
-  // `length` blocks are cached, or all if it is shorter; null blocks stand for those before.
+  // `length` blocks are cached, or all if it is shorter. The blocks before them are null blocks.
   //
   // Tries ends from the right. A miss rules out every end whose last blocks include it, so each
   // block is looked up at most once.
@@ -127,7 +127,7 @@ class BlockPool {
                                          std::size_t alignment) const {
     const std::size_t num_blocks = std::min(max_blocks, hashes.num_blocks());
     std::vector<BlockHandle> found(num_blocks / alignment * alignment);
-    std::size_t i = found.size();  // the next lookup is the one of the block before
+    std::size_t i = found.size();  // the next lookup is for block i - 1
     Lookups lookups(*indexes_[type_id], hashes, 0, i, Lookups<Hashes>::kBackward);
     while (!found.empty()) {
       const std::size_t first = found.size() > length ? found.size() - length : 0;
@@ -149,23 +149,23 @@ class BlockPool {
     return std::exchange(evictions_, {});
   }
 
-  // For checks: the blocks that own ids, and the evictable blocks, the next to be evicted first.
+  // For checks: the blocks that own ids, and the evictable blocks in the order of their eviction.
   std::vector<BlockIndex> live_blocks() const;
   std::vector<BlockIndex> evictable_blocks() const;
 
  private:
   Block& at(BlockIndex index) { return blocks_[static_cast<std::size_t>(index)]; }
   void uncache(BlockIndex index);
-  void make_evictable(BlockIndex index);
-  void unmake_evictable(BlockIndex index);
+  void add_to_evictable(BlockIndex index);
+  void remove_from_evictable(BlockIndex index);
   // Makes the block's ids blank and its index unused.
   void dissolve(BlockIndex index);
 
   std::vector<TypeShape> types_;
   BlankBlockIds blank_;
   bool records_evictions_;
-  // Reserved for the most that the pool can hold, so that nothing ever moves. Memory that was never
-  // touched costs nothing.
+  // Both are reserved for the most that the pool can hold, so nothing ever moves. Memory that was
+  // never touched costs nothing.
   std::vector<Block> blocks_;
   std::vector<std::int32_t> ids_;
   std::vector<std::vector<BlockIndex>> unused_;  // per type, indices to use again

@@ -14,12 +14,12 @@ BlockTable::BlockTable(std::shared_ptr<BlockPool> pool, std::int64_t type_id)
 }
 
 BlockTable::~BlockTable() {
-  if (pool_) free();  // none after a move
+  if (pool_) free();  // a moved-from table has no pool
 }
 
 void BlockTable::throw_cached_already(std::int64_t i) {
   throw std::invalid_argument("blocks to cache must not be cached yet, got block " +
-                              std::to_string(i) + ", which is");
+                              std::to_string(i) + ", which is cached");
 }
 
 void BlockTable::check_range(std::int64_t begin, std::int64_t end) const {
@@ -44,7 +44,7 @@ void BlockTable::grow(std::size_t num_null, std::size_t num_real) {
 
 void BlockTable::check_adoptable(const BlockList& hit) const {
   if (!blocks_.empty()) {
-    throw std::invalid_argument("a block table must be empty to adopt a hit, got one of " +
+    throw std::invalid_argument("a block table must be empty to adopt a hit, got one with " +
                                 std::to_string(blocks_.size()) + " blocks");
   }
   for (const BlockHandle& handle : hit.blocks) pool_->checked(handle);
@@ -58,7 +58,7 @@ void BlockTable::adopt(const BlockList& hit, std::size_t num_skipped) {
     blocks_.push_back(hit.blocks[i].index);
   }
   num_released_ = num_skipped;
-  num_cached_ = blocks_.size();
+  num_decided_ = blocks_.size();
 }
 
 std::size_t BlockTable::release_before(std::int64_t end) {
@@ -75,20 +75,20 @@ std::size_t BlockTable::release_before(std::int64_t end) {
 void BlockTable::free() {
   std::reverse(blocks_.begin(), blocks_.end());
   pool_->release(std::exchange(blocks_, {}));
-  num_released_ = num_cached_ = 0;
+  num_released_ = num_decided_ = 0;
 }
 
 std::vector<BlockHandle> BlockTable::detach() {
   std::vector<BlockHandle> detached = handles(0, static_cast<std::int64_t>(size()));
   for (const BlockIndex index : blocks_) pool_->detach(index);
   blocks_.clear();
-  num_released_ = num_cached_ = 0;
+  num_released_ = num_decided_ = 0;
   return detached;
 }
 
-void BlockTable::set_num_cached(std::int64_t end) {
+void BlockTable::set_num_decided(std::int64_t end) {
   check_range(0, end);
-  num_cached_ = static_cast<std::size_t>(end);
+  num_decided_ = static_cast<std::size_t>(end);
 }
 
 std::vector<BlockHandle> BlockTable::handles(std::int64_t begin, std::int64_t end) const {

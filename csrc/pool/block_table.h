@@ -14,10 +14,10 @@ namespace hybrid_kv {
 
 // A request's logical blocks of one attention type, in token order.
 //
-// |  released  |  cached or left out of the cache  |  not final yet  |
-// 0      num_released                          num_cached         size()
+// |  released  |  cached, or left out of the cache  |  undecided  |
+// 0      num_released                         num_decided     size()
 //
-// The null block replaces released blocks, and stands for blocks that no step has written.
+// The null block replaces released blocks, and blocks that no step has written.
 class BlockTable {
  public:
   BlockTable(std::shared_ptr<BlockPool> pool, std::int64_t type_id);
@@ -30,7 +30,8 @@ class BlockTable {
   const TypeShape& shape() const { return pool_->shape(static_cast<std::int64_t>(type_id_)); }
   std::size_t size() const { return blocks_.size(); }
   std::size_t num_released() const { return num_released_; }
-  std::size_t num_cached() const { return num_cached_; }
+  // Leading blocks for which caching is decided: each is cached or left out.
+  std::size_t num_decided() const { return num_decided_; }
   const std::vector<BlockIndex>& blocks() const { return blocks_; }
 
   // Appends null blocks, then new blocks with one reference each. Enough ids must be free.
@@ -39,14 +40,14 @@ class BlockTable {
   // Throws std::invalid_argument if the table is not empty or a block of the hit is stale.
   void check_adoptable(const BlockList& hit) const;
   // Starts the table with a prefix hit, whose first `num_skipped` blocks are not needed. Call
-  // check_adoptable() before.
+  // check_adoptable() first.
   void adopt(const BlockList& hit, std::size_t num_skipped);
 
-  // Releases the blocks before `end`, the last of them to be reused first. An `end` after the table
-  // means all; std::invalid_argument for a negative one. Returns num_released().
+  // Releases the blocks before `end`. The last of them is reused first. An `end` beyond the table
+  // releases all. Throws std::invalid_argument for a negative `end`. Returns num_released().
   std::size_t release_before(std::int64_t end);
 
-  // Releases all blocks, the tail of the sequence to be reused first.
+  // Releases all blocks. The last block of the sequence is reused first.
   void free();
 
   // Empties the table. The caller owns its references and drops them with
@@ -73,10 +74,10 @@ class BlockTable {
       const BlockIndex index = blocks_[static_cast<std::size_t>(begin) + i];
       if (index != kNullBlock) pool_->cache(index, digests[i]);
     }
-    num_cached_ = std::max(num_cached_, static_cast<std::size_t>(end));
+    num_decided_ = std::max(num_decided_, static_cast<std::size_t>(end));
   }
-  // Records that the blocks before `end` were cached, or left out of the cache.
-  void set_num_cached(std::int64_t end);
+  // Records that caching is decided for the blocks before `end`: each is cached or left out.
+  void set_num_decided(std::int64_t end);
 
   // Blocks [begin, end) as handles.
   std::vector<BlockHandle> handles(std::int64_t begin, std::int64_t end) const;
@@ -93,7 +94,7 @@ class BlockTable {
   std::size_t type_id_;
   std::vector<BlockIndex> blocks_;
   std::size_t num_released_ = 0;
-  std::size_t num_cached_ = 0;
+  std::size_t num_decided_ = 0;
 };
 
 }  // namespace hybrid_kv

@@ -11,8 +11,8 @@ namespace hybrid_kv {
 
 // Looks up the hashes `hashes(i)` one after the other, for i in [begin, end), forward or backward.
 //
-// Hashes, slots of the index and blocks lie anywhere in memory. A pipeline prefetches each some
-// lookups before it is read: first the hash, then its slot, then the slot's block.
+// Hashes, slots of the index and blocks are scattered in memory. A pipeline prefetches each of them
+// some lookups before it is read: first the hash, then its slot, then the slot's block.
 template <typename Hashes>
 class Lookups {
  public:

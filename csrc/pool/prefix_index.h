@@ -15,19 +15,20 @@ namespace hybrid_kv {
 //
 // Several blocks may have the same hash: requests that compute the same prefix at the same time
 // keep their own blocks, because the block ids of a request never change. Lookups return the oldest
-// of them, and the next oldest once that one is evicted.
+// block with the hash, and the next oldest once that block is evicted.
 //
 // A hash table with linear probing. It is sized once for the whole pool and at most half full, so
 // it is never rebuilt, and memory that was never touched costs nothing.
 class PrefixIndex {
  public:
-  // `blocks` holds the digests and must outlive the index. At most `max_blocks` may be in it.
+  // `blocks` holds the digests and must outlive the index. The index can hold `max_blocks` blocks.
   PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks);
 
   // The oldest block with the digest; kNullBlock if there is none.
   BlockIndex find(const Digest& digest) const { return slots_[locate(digest)].block; }
 
-  // Prefetch what find() reads first, and what it reads next once the first has arrived.
+  // prefetch_slot() prefetches what find() reads first. prefetch_block() needs the slot, and
+  // prefetches the block in it.
   void prefetch_slot(const Digest& digest) const {
     __builtin_prefetch(&slots_[digest.hash() & mask_]);
   }
@@ -36,10 +37,10 @@ class PrefixIndex {
   }
 
   void insert(BlockIndex index);
-  // `index` must be in it.
+  // The block must be in the index.
   void remove(BlockIndex index);
 
-  // All blocks in it, for checks.
+  // All blocks in the index, for checks.
   std::vector<BlockIndex> all() const;
 
  private:

@@ -10,7 +10,7 @@
 namespace hybrid_kv {
 namespace {
 
-// More blocks than any sequence has; their number of physical ids fits in 64 bits.
+// More blocks than any sequence has. The number of their physical ids fits in 64 bits.
 constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::uint32_t>::max();
 
 std::int64_t checked_blocks(const char* name, std::int64_t value) {
@@ -41,7 +41,7 @@ NewBlocks new_blocks(const Target& target, std::size_t num_held) {
   return {static_cast<std::size_t>(num_new - num_real), static_cast<std::size_t>(num_real)};
 }
 
-// Adds the physical ids of `num_blocks` blocks. Saturates, at more than any pool has.
+// Adds the physical ids of `num_blocks` blocks. Saturates at a number that exceeds any pool.
 void add_ids(std::int64_t& num_ids, std::size_t num_blocks, std::size_t num_groups) {
   const auto more = static_cast<std::int64_t>(num_blocks * num_groups);
   if (__builtin_add_overflow(num_ids, more, &num_ids)) {
@@ -62,7 +62,7 @@ PrefixHits::PrefixHits(const BlockPool& pool, const std::vector<const BlockList*
   hits_.reserve(lists.size());
   for (std::size_t i = 0; i < lists.size(); ++i) {
     if (lists[i]->pool.get() != &pool) {
-      throw std::invalid_argument("hits must be of this pool, got another pool's");
+      throw std::invalid_argument("hits must be block lists of this pool, got one of another pool");
     }
     const std::int64_t skipped = checked_blocks("num_skipped", num_skipped[i]);
     hits_.push_back({lists[i], static_cast<std::size_t>(skipped)});
@@ -88,10 +88,11 @@ RequestTables::RequestTables(const std::shared_ptr<BlockPool>& pool,
   const BlockTable* previous = nullptr;
   for (const BlockTable* table : tables_) {
     if (table->pool() != pool_) {
-      throw std::invalid_argument("block tables must be of this pool, got another pool's");
+      throw std::invalid_argument(
+          "tables must be block tables of this pool, got one of another pool");
     }
     if (previous != nullptr && table->type_id() <= previous->type_id()) {
-      throw std::invalid_argument("block tables must be in ascending order of type_id, got " +
+      throw std::invalid_argument("tables must be in ascending order of type_id, got " +
                                   std::to_string(previous->type_id()) + " before " +
                                   std::to_string(table->type_id()));
     }
@@ -116,9 +117,15 @@ void RequestTables::check_types(const PrefixHits& hits) const {
   for (std::size_t i = 0; same && i < hits.size(); ++i) {
     same = hits[i].list->type_id == tables_[i]->type_id();
   }
-  if (!same) {
-    throw std::invalid_argument("hits must be of the same types as the block tables, got others");
+  if (same) return;
+  std::string of_tables, of_hits;
+  for (const BlockTable* table : tables_) of_tables += " " + std::to_string(table->type_id());
+  for (std::size_t i = 0; i < hits.size(); ++i) {
+    of_hits += " " + std::to_string(hits[i].list->type_id);
   }
+  throw std::invalid_argument(
+      "hits must have the types of the tables in the same order, which are" + of_tables + ", got" +
+      of_hits);
 }
 
 std::int64_t RequestTables::num_missing_ids(const std::vector<Target>& targets,
@@ -143,17 +150,17 @@ void RequestTables::adopt(const PrefixHits& hits) {
 }
 
 std::optional<std::vector<BlockList>> RequestTables::allocate(const std::vector<Target>& targets,
-                                                              std::int64_t num_kept) {
+                                                              std::int64_t num_kept_free) {
   check_targets(targets);
-  check_at_least_0("num_kept", num_kept);
-  // Count for all types before any takes blocks: they take from the same pool.
+  check_at_least_0("num_kept_free", num_kept_free);
+  // Count for all types before any type takes blocks, because all take from the same pool.
   std::int64_t num_ids = 0;
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     const NewBlocks added = new_blocks(targets[i], tables_[i]->size());
     add_ids(num_ids, added.num_real, pool_->num_groups(tables_[i]->type_id()));
   }
   const auto num_free = static_cast<std::int64_t>(pool_->num_free());
-  if (num_kept > num_free || num_ids > num_free - num_kept) return std::nullopt;
+  if (num_kept_free > num_free || num_ids > num_free - num_kept_free) return std::nullopt;
 
   std::vector<BlockList> lists;
   lists.reserve(tables_.size());

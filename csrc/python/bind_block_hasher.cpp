@@ -17,11 +17,11 @@ namespace nb = nanobind;
 namespace hybrid_kv {
 namespace {
 
-// Releases the interpreter lock from this many tokens on. For fewer, that costs more than it gains:
-// a thread that takes the lock may keep it for milliseconds.
+// From this many tokens on, the interpreter lock is released. For fewer tokens, that costs more
+// than it gains, because another thread may keep the lock for milliseconds.
 constexpr std::size_t kManyTokens = 4096;
 
-// Whether the object is an int of one digit, as every token is; sets `value` if so.
+// Whether the object is an int of one internal digit, as tokens are. Sets `value` if so.
 bool is_small_int(PyObject* object, Py_ssize_t& value) {
 #if PY_VERSION_HEX >= 0x030C0000
   auto* number = reinterpret_cast<PyLongObject*>(object);
@@ -36,8 +36,8 @@ bool is_small_int(PyObject* object, Py_ssize_t& value) {
   return value == static_cast<std::int32_t>(value);
 }
 
-// Throws OverflowError for more than 32 bits. Takes plain ints only, so that no Python code runs
-// that could change the list.
+// Throws OverflowError for more than 32 bits. Accepts only plain ints, because a subclass could run
+// Python code that changes the list.
 std::int32_t to_token(PyObject* item) {
   Py_ssize_t token = 0;
   if (is_small_int(item, token)) return static_cast<std::int32_t>(token);

@@ -197,10 +197,10 @@ void adopt(const PyPool& self, nb::handle tables, nb::handle hits, nb::handle nu
 }
 
 nb::object allocate(const PyPool& self, nb::handle tables, nb::handle targets,
-                    nb::handle num_kept) {
+                    nb::handle num_kept_free) {
   std::vector<BlockTable*> all = to_tables(tables);
   const std::vector<Target> wanted = to_targets(targets);
-  const std::int64_t kept = to_int64(num_kept);
+  const std::int64_t kept = to_int64(num_kept_free);
   std::optional<std::vector<BlockList>> added =
       RequestTables(self.pool, std::move(all)).allocate(wanted, kept);
   return added ? to_tuple(std::move(*added)) : nb::none();
@@ -208,7 +208,7 @@ nb::object allocate(const PyPool& self, nb::handle tables, nb::handle targets,
 
 void release_detached(const PyPool& self, const BlockView& block) {
   if (block.pool != self.pool) {
-    throw std::invalid_argument("block must be of this pool, got another pool's");
+    throw std::invalid_argument("block must be a block of this pool, got one of another pool");
   }
   self.pool->release_detached(block.handle);
 }
@@ -260,7 +260,8 @@ void bind_block_pool(nb::module_& m) {
       .def("num_missing_ids", &num_missing_ids, nb::arg("tables"), nb::arg("targets"),
            nb::arg("hits"), nb::arg("num_skipped"))
       .def("adopt", &adopt, nb::arg("tables"), nb::arg("hits"), nb::arg("num_skipped"))
-      .def("allocate", &allocate, nb::arg("tables"), nb::arg("targets"), nb::arg("num_kept") = 0)
+      .def("allocate", &allocate, nb::arg("tables"), nb::arg("targets"),
+           nb::arg("num_kept_free") = 0)
       .def("find_prefix", &find_prefix, nb::arg("type_id"), nb::arg("block_hashes"),
            nb::arg("max_blocks"), nb::arg("alignment") = 1, nb::arg("begin") = 0)
       .def("find_last_run", &find_last_run, nb::arg("type_id"), nb::arg("block_hashes"),

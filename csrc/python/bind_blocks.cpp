@@ -129,7 +129,7 @@ void bind_list(nb::module_& m) {
 
 // BlockTable
 
-void set_num_cached(BlockTable& self, nb::handle end) { self.set_num_cached(to_int64(end)); }
+void set_num_decided(BlockTable& self, nb::handle end) { self.set_num_decided(to_int64(end)); }
 
 std::size_t release_before(BlockTable& self, nb::handle end) {
   return self.release_before(to_int64(end));
@@ -155,7 +155,7 @@ void bind_table(nb::module_& m) {
       .def("__len__", &BlockTable::size)
       .def_prop_ro("type_id", &BlockTable::type_id)
       .def_prop_ro("num_released", &BlockTable::num_released)
-      .def_prop_rw("num_cached", &BlockTable::num_cached, &set_num_cached)
+      .def_prop_rw("num_decided", &BlockTable::num_decided, &set_num_decided)
       .def("release_before", &release_before, nb::arg("end"))
       .def("cache", &cache, nb::arg("begin"), nb::arg("end"), nb::arg("block_hashes"))
       .def("free", &BlockTable::free)

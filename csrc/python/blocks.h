@@ -18,7 +18,7 @@ struct BlockView {
   std::size_t type_id;
   BlockHandle handle;
 
-  // Throws std::invalid_argument if the block was freed or evicted since.
+  // Throws std::invalid_argument if the block was freed or evicted after the snapshot.
   const Block& block() const { return pool->checked(handle); }
   bool is_null() const { return handle.index == kNullBlock; }
 };
@@ -29,8 +29,8 @@ inline Digest to_digest(PyObject* value) {
 }
 nanobind::object to_bytes(const Digest& digest);
 
-// A request's block hashes, read in place: no Python code may run while one is alive. So convert
-// numbers before, because an __index__ could change the list.
+// A request's block hashes, read in place. No Python code may run while a HashList is alive,
+// because it could change the list. So convert numbers first: they may have an __index__.
 class HashList {
  public:
   HashList(nanobind::handle hashes, const TypeShape& shape)

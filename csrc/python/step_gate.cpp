@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gates before the two calls that the scheduler makes for every request in every step. Most calls
-// have nothing to do; a gate finds that out with one comparison, before any Python runs.
+// are no-ops. A gate detects them with one comparison, before any Python runs.
 //
 // Plain C API, because nanobind would process all twelve arguments of `allocate_slots` each time.
 #include <nanobind/nanobind.h>
@@ -37,8 +37,8 @@ PyObject* step_method(PyObject* self) { return PyTuple_GET_ITEM(self, 2); }
 PyObject* next_events(PyObject* self) { return PyTuple_GET_ITEM(self, 3); }
 PyObject* idle_answer(PyObject* self) { return PyTuple_GET_ITEM(self, 4); }
 
-// The number of tokens at which a request has work to do; -1 if it is unknown, with or without an
-// exception set.
+// The number of tokens at which a request has work to do. Returns -1, with or without an exception
+// set, if the number is unknown.
 long long next_event(PyObject* self, PyObject* request) {
   PyObject* request_id = PyObject_GetAttr(request, names().request_id.ptr());
   if (request_id == nullptr) return -1;
@@ -58,7 +58,7 @@ PyObject* call(PyObject* self, PyObject* function, PyObject* const* args, Py_ssi
   const nb::object holder = nb::borrow(PyWeakref_GetObject(owner(self)));
 #endif
   if (!holder.is_valid() || holder.is_none()) {
-    PyErr_SetString(PyExc_ReferenceError, "the KV cache manager is gone");
+    PyErr_SetString(PyExc_ReferenceError, "the KV cache manager no longer exists");
     return nullptr;
   }
   const Py_ssize_t num_args = nargs + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
@@ -80,16 +80,16 @@ PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
   return call(self, method(self), args, nargs, kwnames);
 }
 
-// A token count; -1 for anything else, with or without an exception set, and for more than any
-// sequence has, so that no sum overflows.
+// A token count. Returns -1, with or without an exception set, for anything else. Returns -1 also
+// for counts larger than any sequence, so that no sum overflows.
 long long token_count(PyObject* value) {
   if (!PyLong_CheckExact(value)) return -1;
   const long long count = PyLong_AsLongLong(value);
   return count <= std::numeric_limits<std::uint32_t>::max() ? count : -1;
 }
 
-// Whether the arguments are a request, its new tokens and optionally its lookahead tokens. Sets
-// `num_tokens` to the sum of the two counts.
+// Whether the arguments are a request, the number of its new tokens and optionally that of its
+// lookahead tokens. Sets `num_tokens` to the sum of the two.
 bool is_plain_step(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames,
                    long long* num_tokens) {
   if (nargs != 2) return false;

@@ -32,7 +32,7 @@ from tools import checkpoints
 WINDOW = 64
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 4096
-#: Tokens. It takes seconds, so the request still runs whatever its client does meanwhile.
+#: In tokens. Takes seconds, so the request still runs when its client has done something else.
 LONG_ANSWER = 3800
 #: Much longer than the window.
 LONG_TEXT = " ".join(f"Line {i}: the quick brown fox jumps over the lazy dog." for i in range(8))

@@ -101,8 +101,8 @@ def test_a_port_in_use(used_port: int, refusal, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "8000.0", "²"])
-def test_what_is_no_port(port: str, refusal) -> None:
-    expected = f"error: the port must be 1 to 65535, got {port!r}"
+def test_an_invalid_port_is_refused(port: str, refusal) -> None:
+    expected = f"error: the port must be from 1 to 65535, got {port!r}"
     assert refusal(f"--port={port}") == expected
 
 
@@ -125,7 +125,7 @@ def test_too_little_memory(free_port: int, refusal, monkeypatch: pytest.MonkeyPa
     assert "4.3 GB needed" in refusal("--port", str(free_port))
 
 
-def test_a_kv_cache_size_that_is_no_number(
+def test_a_kv_cache_size_that_is_not_a_number(
     free_port: int, refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(serve.KV_CACHE_VARIABLE, "2GB")
@@ -135,7 +135,7 @@ def test_a_kv_cache_size_that_is_no_number(
 
 @pytest.mark.parametrize("found", [None, ModuleSpec("vllm", None)])
 def test_without_vllm(found: ModuleSpec | None, refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A folder of that name without an __init__.py is found, too.
+    # Python also finds a folder of that name without an __init__.py.
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
     assert refusal() == (
         "error: vLLM is not installed in this Python environment; `make setup` does it"
@@ -165,7 +165,7 @@ def test_the_program_itself_says_one_line_and_ends_with_1(used_port: int) -> Non
     assert result.stderr.count("\n") == 1
 
 
-def test_what_is_given_goes_to_vllm_and_replaces_defaults(
+def test_arguments_go_to_vllm_and_replace_defaults(
     free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -188,7 +188,7 @@ def test_what_is_given_goes_to_vllm_and_replaces_defaults(
     assert ("--host", "0.0.0.0") in pairs
     assert ("--port", str(free_port)) in pairs
     assert ("--dtype", "float32") in pairs
-    # The last argument of a name counts.
+    # If an argument is given twice, the last one counts.
     assert command[-len(more) :] == more
     assert environment[serve.KV_CACHE_VARIABLE] == "1"
     assert environment["HF_HUB_OFFLINE"] == "0"

@@ -73,7 +73,7 @@ def contents(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def test_it_is_made_when_first_needed_and_not_again(cache: Path) -> None:
+def test_a_checkpoint_is_made_once_when_it_is_first_needed(cache: Path) -> None:
     folder = ensure_checkpoint("model", ORIGIN, write_weights)
     assert folder == cache / "model"
     assert contents(folder) == [MARKER_NAME, "weights"]
@@ -82,7 +82,7 @@ def test_it_is_made_when_first_needed_and_not_again(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_it_is_made_again_when_outdated_or_when_forced(cache: Path, force: bool) -> None:
+def test_a_checkpoint_is_made_again_when_outdated_or_when_forced(cache: Path, force: bool) -> None:
     ensure_checkpoint("model", ORIGIN, write_old)
     origin = ORIGIN if force else {**ORIGIN, "format": 2}
     assert is_checkpoint("model", origin) == force
@@ -99,7 +99,7 @@ def test_a_folder_without_a_valid_marker_is_made_again(cache: Path, marker: str)
     assert contents(folder) == [MARKER_NAME, "weights"]
 
 
-def test_what_fails_half_way_leaves_what_was_there(cache: Path) -> None:
+def test_a_failure_halfway_changes_nothing(cache: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "weights").write_text("some of th")
         raise OSError(28, "No space left on device")
@@ -115,7 +115,7 @@ def test_what_fails_half_way_leaves_what_was_there(cache: Path) -> None:
     assert contents(cache) == ["model"]
 
 
-def test_a_killed_process_leaves_nothing_that_is_taken_for_a_checkpoint(cache: Path) -> None:
+def test_a_killed_process_leaves_no_incomplete_checkpoint(cache: Path) -> None:
     killed = run_python(
         "import os, signal; from tools.checkpoints.store import ensure_checkpoint\n"
         "def make(folder):\n"
@@ -133,7 +133,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_a_checkpoint(cache: P
     assert contents(cache) == ["model"]
 
 
-def test_two_processes_at_once_make_it_once(cache: Path) -> None:
+def test_two_processes_at_once_make_a_checkpoint_once(cache: Path) -> None:
     program = (
         "import time; from tools.checkpoints.store import ensure_checkpoint\n"
         "def make(folder):\n"
@@ -182,7 +182,7 @@ def test_an_unknown_checkpoint_is_refused_with_the_known_ones(tmp_path: Path) ->
         assert name in result.stderr
 
 
-def test_too_little_memory_or_disk_is_said_with_both_amounts(
+def test_an_error_for_too_little_memory_or_disk_names_both_amounts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1.2e9))

@@ -35,7 +35,7 @@ WITHOUT_PREFIX_CACHE = ("tiny-granite4", "tiny-falcon-h1")
 TINY_NAMES = [name for name in checkpoints.CHECKPOINTS if name.startswith("tiny-")]
 #: It needs audio.
 WHISPER = "tiny-whisper"
-#: It has more tokens, and needs torchvision or a replacement; `test_multimodal.py` shows the same.
+#: Has more tokens and needs torchvision or a replacement. `test_multimodal.py` shows the same.
 IMAGES = "tiny-gemma3-images"
 #: Base has no PLaMo 2; `test_plamo2.py` shows the same for it.
 NOT_ON_BASE = ("tiny-plamo2",)
@@ -93,7 +93,7 @@ def test_tiny_gemma3_depends_on_tokens_that_only_full_attention_reaches(
     assert num_different(unchanged, changed) == len(distances)
 
 
-def test_without_its_full_attention_layer_it_does_not(
+def test_without_its_full_attention_layer_it_does_not_depend_on_far_tokens(
     base_engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
@@ -117,7 +117,7 @@ def test_tiny_mistral_depends_on_what_its_windows_reach_and_on_nothing_else(
     assert result.num_groups == 1
     assert num_different(unchanged, changed[: len(inside)]) == len(inside)
     assert num_different(unchanged, changed[len(inside) :]) == 0
-    # Not even the log-probabilities change.
+    # The log-probabilities do not change either.
     logprobs = [request.logprobs for request in result.rounds[0].requests]
     for of_outside in logprobs[1 + len(inside) :]:
         assert of_outside == pytest.approx(logprobs[0], abs=1e-4)
@@ -134,7 +134,7 @@ def test_tiny_mistral_depends_on_what_its_windows_reach_and_on_nothing_else(
         ("tiny-falcon-h1", 2, 5),
     ],
 )
-def test_the_others_depend_on_near_and_far_tokens(
+def test_the_other_tiny_models_depend_on_near_and_far_tokens(
     base_engine: EngineProcess, name: str, num_groups: int, least: int
 ) -> None:
     model = checkpoints.CHECKPOINTS[name](False)
@@ -147,7 +147,7 @@ def test_the_others_depend_on_near_and_far_tokens(
 def test_tiny_whisper_depends_on_what_it_hears_and_on_near_and_far_tokens(
     base_engine: EngineProcess,
 ) -> None:
-    """Of two seconds of audio, also on the last fifth of a second: the encoder's last block."""
+    """It depends also on the last fifth of two seconds of audio, the encoder's last block."""
     prompt = text_ids(300)
     lengths = [32_000, 28_800, 16_000, 1_600]
     sounds = [noise_prompt(seed, 32_000, prompt) for seed in (1, 2, 3)]
@@ -236,7 +236,7 @@ def test_the_tokenizer_maps_bytes_and_adds_bos(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def gemma() -> Path:
-    """Converted if no earlier run has done so."""
+    """The model, converted unless an earlier run has done so."""
     return checkpoints.gemma3_270m()
 
 
@@ -281,7 +281,7 @@ def test_the_tokenizer_of_gemma3_270m_adds_bos_and_has_turns(gemma: Path) -> Non
     assert len(turns) == 2
 
 
-def test_gemma3_270m_goes_on_sensibly(base_engine: EngineProcess, gemma: Path) -> None:
+def test_gemma3_270m_continues_a_text_sensibly(base_engine: EngineProcess, gemma: Path) -> None:
     prompts = [
         "The capital of France is",
         "The quick brown fox jumps over the lazy",

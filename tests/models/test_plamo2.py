@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By the formulas and without an engine, the tiny PLaMo 2 depends on near and far tokens.
+"""The tiny PLaMo 2 depends on near and far tokens, by its formulas and without an engine.
 
-Also what a PLaMo 2 configuration means.
+Other tests here check what a PLaMo 2 configuration means.
 """
 
 import json
@@ -65,12 +65,12 @@ def test_without_mamba_all_layers_have_attention() -> None:
 
 
 def test_a_step_that_leaves_no_layer_for_mamba_is_refused() -> None:
-    with pytest.raises(ValueError, match="mamba_step is 1; at least 2 is needed"):
+    with pytest.raises(ValueError, match="mamba_step must be at least 2, got 1"):
         Plamo2Config(mamba_step=1)
 
 
 def test_a_published_configuration_survives_writing_and_reading(tmp_path: Path) -> None:
-    """Also keys that we do not use, and the window under both of its names."""
+    """This includes keys that we do not use, and the window under both of its names."""
     published = {
         "architectures": ["Plamo2ForCausalLM"],
         "model_type": "plamo2",

@@ -3,9 +3,9 @@
 
     python -m tools.base_tests [FILE ...]
 
-The table says, file by file, what passes where. The exit status is 1 if a test passes with base
-and fails with the hybrid manager, unless it is one of the few that need base's own manager
-(`verdicts.NEEDS_BASE`).
+The table shows, per file, how many tests pass with which manager. The exit status is 1 if a test
+passes with base and fails with the hybrid manager, unless it is one of the few that need base's own
+manager (`verdicts.NEEDS_BASE`).
 """
 
 import argparse
@@ -52,9 +52,9 @@ def run_tests(folder: Path, files: Sequence[str], manager: str) -> dict[str, Out
     print(f"running with {manager}; see {log}", file=sys.stderr)
     with log.open("w") as out:
         run = subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=out)
-    # 0 and 1: all tests ran. Any other status must not pass as a run with fewer tests.
+    # With 0 and 1, all tests ran. With any other status, some tests did not run.
     if run.returncode not in (0, 1):
-        raise SystemExit(f"pytest ended with {run.returncode}; see {log}")
+        raise SystemExit(f"pytest's exit status must be 0 or 1, got {run.returncode}; see {log}")
     return read_report(report.read_text().splitlines())
 
 
@@ -66,7 +66,7 @@ def main() -> int:
     tally = Tally(*(run_tests(folder, files, manager) for manager in (BASE, HYBRID)))
     # A wide table where the output is a file, so that no number is cut off.
     tally.print(Console(width=None if sys.stdout.isatty() else 180))
-    # A run in which the hybrid manager served nothing proves nothing.
+    # If the hybrid manager served no scheduler, the run shows nothing and fails.
     return 1 if tally.failures or not tally.served[HYBRID] else 0
 
 

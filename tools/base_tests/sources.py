@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base's tests, out of its source distribution.
+"""Base's tests, from its source distribution.
 
 They are downloaded once from pip's package index into the folder of the checkpoints, together
 with the packages that they import beyond vLLM's own.
@@ -49,7 +49,7 @@ def find_sdist(page: str, page_url: str, version: str) -> tuple[str, str]:
         url, fragment = urldefrag(urljoin(page_url, link))
         if url.endswith(f"/{name}") and fragment.startswith("sha256="):
             return url, fragment.removeprefix("sha256=")
-    raise SystemExit(f"{page_url} has no {name} with a sha256")
+    raise SystemExit(f"{page_url} must list {name} with a sha256, got no such entry")
 
 
 def index_url() -> str:
@@ -76,13 +76,13 @@ def fetch_tests(version: str) -> Path:
         with archive.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256:
-            raise SystemExit(f"vllm-{version}.tar.gz has sha256 {found}; the index says {sha256}")
+            raise SystemExit(f"the sha256 of vllm-{version}.tar.gz must be {sha256}, got {found}")
         unpacked = Path(partial, f"vllm-{version}")
         with tarfile.open(archive) as tar:
             tests = [m for m in tar if m.name.startswith(f"{unpacked.name}/tests/")]
             tar.extractall(partial, tests, filter="data")
         for name, config in MODELS.items():
-            # The tests run in this folder, where the name of a model is a path.
+            # The tests run in this folder, so the name of a model is a path here.
             (unpacked / name).mkdir(parents=True)
             (unpacked / name / "config.json").write_text(json.dumps(config))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two runs of base's tests, one with each manager, say about the hybrid manager."""
+"""Compares two runs of base's tests, one with each manager."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-#: Tests that only base's own manager can pass: they do more to it than read it.
+#: Tests that only base's own manager can pass, because they do more than read it.
 NEEDS_BASE = {
     "looks for base's class CrossAttentionManager": (
         "test_variable_length_cross_attn_block_allocation",
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def read_report(lines: Iterable[str]) -> dict[str, Outcome]:
-    """The outcome of each test; a failed phase outweighs the phases that passed."""
+    """The outcome of each test. A failed phase counts more than the phases that passed."""
     outcomes: dict[str, Outcome] = {}
     for line in lines:
         values = json.loads(line)

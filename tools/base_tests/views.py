@@ -46,7 +46,7 @@ class GroupView:
     def num_cached_block(self) -> dict[str, int]:
         looked_at.append("num_cached_block")
         requests = self._coordinator.requests.items()
-        return {name: blocks.tables[self._manager.type_id].num_cached for name, blocks in requests}
+        return {name: blocks.tables[self._manager.type_id].num_decided for name, blocks in requests}
 
     @property
     def _null_block(self) -> Any:

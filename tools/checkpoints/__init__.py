@@ -45,7 +45,7 @@ def tiny_gemma3(force: bool = False) -> Path:
 
 
 def tiny_gemma3_images(force: bool = False) -> Path:
-    """The same with a vision tower of one layer: each image is 64 tokens."""
+    """The tiny Gemma 3 with a vision tower of one layer. Each image is 64 tokens."""
     return ensure_tiny(tiny_models.TINY_GEMMA3_IMAGES, force)
 
 

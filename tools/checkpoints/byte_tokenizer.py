@@ -2,7 +2,7 @@
 """A byte-level tokenizer of our own for the tiny checkpoints.
 
 Token ids 0 to 4 are `<pad>`, `<eos>`, `<bos>` and the two markers of a chat turn; the byte
-`b` has the id `FIRST_BYTE + b`. Every prompt gets `<bos>` in front. For models that see, the
+`b` has the id `FIRST_BYTE + b`. Every prompt starts with `<bos>`. For models with images, the
 tokens of `IMAGE_TOKENS` and `NEWLINES` follow.
 """
 
@@ -18,8 +18,8 @@ PAD_ID, EOS_ID, BOS_ID, TURN_ID, END_OF_TURN_ID = range(len(SPECIAL_TOKENS))
 FIRST_BYTE = len(SPECIAL_TOKENS)
 VOCAB_SIZE = FIRST_BYTE + 256
 
-#: Where an image begins, one position of it, and where it ends, by the names that Gemma 3's
-#: processor reads them by.
+#: The tokens for the begin, one position and the end of an image, under the names that Gemma 3's
+#: processor reads.
 IMAGE_TOKENS = {
     "boi_token": "<start_of_image>",
     "image_token": "<image>",

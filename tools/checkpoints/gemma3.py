@@ -61,7 +61,7 @@ CHAT_TEMPLATE = (
 
 
 def ensure_gemma3_270m(force: bool = False) -> Path:
-    """Return the folder of the converted model, converted first where that is needed.
+    """Return the folder of the converted model. Converts it first if that is needed.
 
     Raises:
         CheckpointError: the package is missing, or too little memory or disk is free.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Raise it whenever the code below makes other weights or another tokenizer.
 FORMAT = 1
 
-#: What a stored norm weight is less than the weight that is meant.
+#: Stored norm weights are smaller than the effective weights by this much.
 NORM_OFFSETS = {
     "pre_mixer_norm": 1.0,
     "post_mixer_norm": 1 / 5,
@@ -172,6 +172,6 @@ def _draw(model: TinyPlamo2, name: str, shape: tuple[int, ...]) -> "torch.Tensor
     noise = noise / math.sqrt(shape[-1])
     if leaf == "lm_head":
         noise[:VOCAB_SIZE] = favour_printable(noise[:VOCAB_SIZE])
-        # Never to be read: it would be the likeliest token always.
+        # Must never be read. If it is, it is always the likeliest token.
         noise[VOCAB_SIZE:] = 100.0
     return noise

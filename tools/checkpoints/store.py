@@ -2,8 +2,8 @@
 """A folder of checkpoints that are made once.
 
 A checkpoint is made in a temporary folder beside its final place and renamed when it is
-complete, so a folder that carries the final name is never half a checkpoint. A file lock
-keeps two processes from making the same one at once.
+complete, so a folder with the final name is never incomplete. A file lock keeps two processes
+from making the same checkpoint at once.
 """
 
 import json
@@ -25,7 +25,7 @@ Origin = Mapping[str, object]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be made; the message is one line that says what to do."""
+    """A checkpoint cannot be made. The message is one line that says what to do."""
 
 
 def cache_dir() -> Path:
@@ -52,7 +52,7 @@ def cache_dir() -> Path:
 
 
 def require_memory(needed: int, purpose: str) -> None:
-    """Refuse to start what would run out of memory.
+    """Raise if too little memory is available.
 
     Args:
         needed: bytes that must be available.
@@ -70,7 +70,7 @@ def require_memory(needed: int, purpose: str) -> None:
 
 
 def require_disk(needed: int, folder: Path, purpose: str) -> None:
-    """Refuse to start what would fill the disk that `folder` lies on; as `require_memory`."""
+    """Raise if the disk of `folder` has too little free space; arguments as in `require_memory`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
@@ -91,7 +91,7 @@ def ensure_checkpoint(
     *,
     force: bool = False,
 ) -> Path:
-    """Return the folder of the checkpoint `name`, making it first where that is needed.
+    """Return the folder of the checkpoint `name`. Makes it first if that is needed.
 
     Args:
         name: of the checkpoint and of its folder.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints whose greedy output depends on everything that they attend to.
 
-Weights drawn the usual way for training make a model that all but ignores its context and
-repeats one token; such a model proves nothing about a KV cache. Here
+Weights that are drawn in the usual way make a model that almost ignores its context and repeats
+one token. Such a model shows nothing about a KV cache. In these checkpoints
 - projections keep the scale of their input, so that each layer contributes to the output,
 - attention scores are spread wide enough that heads pick tokens instead of averaging them,
 - the output layer favours printable characters, so that generation neither stops early nor
@@ -63,11 +63,11 @@ class TinyModel:
     seed: int = 0
     #: Standard deviation of the embeddings, small beside what the layers add to them.
     embedding_std: float = 0.3
-    #: Scale of queries and of keys; larger makes a head pick fewer tokens.
+    #: Scale of queries and of keys. With a larger scale, a head picks fewer tokens.
     attention_gain: float = 2.0
     #: Scale of what attention and feed-forward layers add to the residual stream.
     residual_gain: float = 2.0
-    #: The same for single projections, by name, where they would drown what else is added.
+    #: The same for single projections, by name, that would otherwise dominate the sum.
     gains: Mapping[str, float] = field(default_factory=dict)
     #: Values that tiny models share.
     common: Mapping[str, object] = field(default_factory=lambda: _COMMON)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architectures in base's registry, and the kinds of KV cache that their layers can have.
 
-For each class in the registry, the classes that its code names are followed down to the layers
+For each class in the registry, the tool follows the classes that its code names, down to the layers
 with a KV cache (``get_kv_cache_spec``). The specs that these layers can make are the kinds of the
-architecture. Everything that the code can do for some configuration counts: "Llama" can have
-windows, since some checkpoints that run on its code do.
+architecture. A kind counts if the code can make it for any configuration. For example, "Llama" can
+have windows, because some checkpoints that run on its code have them.
 """
 
 import ast
@@ -19,9 +19,9 @@ from vllm.v1.core.hybrid.plamo2 import PLAMO2
 
 _REGISTRY = "vllm.model_executor.models.registry"
 _SPEC_METHOD = "get_kv_cache_spec"
-#: The function that builds the language model inside of a model.
+#: The function that builds the language model of a multimodal model.
 _BACKBONE = "init_vllm_registered_model"
-#: Models that draft for another one and share its manager.
+#: Models that draft for another model and share its manager.
 _DRAFT_TABLE = "_SPECULATIVE_DECODING_MODELS"
 _TRANSFORMERS_TABLE = "_TRANSFORMERS_SUPPORTED_MODELS"
 _OUR_TABLE = "ours"
@@ -42,10 +42,11 @@ KIND_OF_SPEC = {
 #: Mamba layers that can keep a state in the middle of a step.
 CHECKPOINTS = "Mamba with checkpoints"
 _CHECKPOINTS_ARGUMENT = "num_prefill_checkpoint_blocks"
-#: Kinds that do not make a model hybrid; base's managers treat them alike.
+#: Kinds that do not make a model hybrid. Base's managers treat them alike.
 PLAIN = frozenset({"full", "MLA"})
-#: The argument that gives an attention layer a window, by the class of the layer. It counts in
-#: any call, since it is often handed on, or only in the call of the layer (``Layer.argument``).
+#: By class of attention layer, the argument that gives the layer a window. A plain name counts in
+#: any call, because such arguments are often passed on. ``Layer.argument`` counts only in the call
+#: of the layer.
 _WINDOW_ARGUMENTS = {
     "Attention": "per_layer_sliding_window",
     "MLAAttention": "MLAAttention.sliding_window",
@@ -55,7 +56,7 @@ _WITHOUT_LAYERS = {"forward", "load_weights"}
 
 #: Classes that are not followed, and the reason.
 NOT_FOLLOWED = {
-    "WhisperEncoderLayer": "attends to the audio, with a class that the decoder's layers use, too",
+    "WhisperEncoderLayer": "attends only to the audio, but has a class that the decoder also uses",
 }
 #: Kinds that the code has but no checkpoint can select, and the reason.
 NEVER = {
@@ -65,11 +66,11 @@ NEVER = {
 EXPLICIT = {
     "UnlimitedOCRForCausalLM": (
         frozenset({"R-SWA"}),
-        "base sets `rswa_window` in the configuration of the language model inside",
+        "base sets `rswa_window` in the configuration of its language model",
     ),
     "IQuestLoopCoderForCausalLM": (
         frozenset({"full", "sliding"}),
-        "a configuration with a window is made for every loop but the first",
+        "every loop except the first gets a configuration with a window",
     ),
 }
 #: Architectures that generate by diffusion (``canvas_length`` in their configuration).
@@ -114,7 +115,7 @@ def all_architectures() -> tuple[Architecture, ...]:
     tables = registered()
     names = sorted(tables, key=lambda name: (name.lower(), name))
     found = tuple(examine(name) for name in names if tables[name][0] != _DRAFT_TABLE)
-    # Hundreds of MiB of syntax trees, which are not needed any more.
+    # Frees hundreds of MiB of syntax trees, which are no longer needed.
     for cached in (_mentions, ancestry, resolve, load):
         cached.cache_clear()
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The features of an engine, and the test that shows each of them with the hybrid manager.
 
-Which manager serves a feature is not written here; it comes from the factory's own list.
+Which manager serves a feature is not written here: the factory's own list decides that.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ class Feature:
 
     section: str
     name: str
-    #: Deferred, since the configuration of an engine takes time to make.
+    #: A function, because the configuration of an engine takes time to create.
     facts: Callable[[], EngineFacts]
     #: A pytest node, without parameters.
     test: str = FACTORY_TEST
@@ -88,31 +88,33 @@ ATTENTION = "KV cache of a layer"
 _ATTENTION = [
     ("full attention", _kinds("full"), _ENGINE + "test_prefix_cache_without_windows"),
     ("MLA", _kinds("MLA"), _UNIT + "test_differential_cases.py::test_mla"),
-    ("full attention, all of a prompt at once (prefix LM)",
+    ("full attention in which prompt tokens see the whole prompt (prefix LM)",
      _spec(_changed("full", non_causal=True))),
     ("sliding window", _kinds("sliding"), _ENGINE + "test_prefix_cache"),
     ("the same window in all layers (Mistral, Starcoder 2)", _kinds("sliding"),
      "tests/v1/e2e/test_correctness_sliding_window.py::test_windows_alone"),
     ("sliding window in the cache format of MLA", _kinds("sliding MLA"),
      _COVERAGE + "test_sliding_window_in_the_cache_format_of_mla_is_covered"),
-    ("sliding window that is replayed, not cached",
+    ("sliding window that is replayed instead of cached (`bounded_replay`)",
      _spec(_changed("sliding MLA", bounded_replay=True))),
     ("chunked local attention", _kinds("chunked", "full"),
      _ENGINE + "test_prefix_cache_without_windows"),
-    ("Mamba and other linear attention, no prefix caching (mode `none`)",
+    ("Mamba and other linear attention without prefix caching (mode `none`)",
      _kinds("Mamba", caching=False), _STATES + "test_random"),
-    ("the same with prefix caching (mode `align`)", _kinds("Mamba"),
+    ("Mamba and other linear attention with prefix caching (mode `align`)", _kinds("Mamba"),
      "tests/v1/e2e/test_plamo2.py::test_states_from_the_prefix_cache"),
-    ("the same with prefix caching (mode `all`)", _spec(_changed("Mamba", mamba_cache_mode="all"))),
-    ("Mamba 2 and KDA, which can keep a state in the middle of a step, no prefix caching",
+    ("Mamba and other linear attention with prefix caching (mode `all`)",
+     _spec(_changed("Mamba", mamba_cache_mode="all"))),
+    ("Mamba 2 and KDA, which can keep a state in the middle of a step, without prefix caching",
      _kinds(CHECKPOINTS, caching=False), _ENGINE + "test_mamba_without_prefix_cache"),
-    ("the same with prefix caching", _kinds(CHECKPOINTS),
+    ("Mamba 2 and KDA with prefix caching", _kinds(CHECKPOINTS),
      _STATES + "test_a_state_in_the_middle_of_a_step"),
-    ("Mamba layers of which only some can", _kinds("Mamba", CHECKPOINTS),
-     _COVERAGE + "test_states_that_differ_in_where_they_are_kept_are_base_s"),
+    ("Mamba layers of which only some can keep a state in the middle of a step",
+     _kinds("Mamba", CHECKPOINTS),
+     _COVERAGE + "test_base_serves_states_that_differ_in_where_they_are_kept"),
     ("Mamba with prefix hits inside of a block (`prefix_match_unit`, or a smaller block elsewhere)",
      _with(_kinds("Mamba", "full"), hash_block_size=BLOCK_SIZE // 2),
-     _COVERAGE + "test_hits_inside_of_a_block_of_states_are_base_s"),
+     _COVERAGE + "test_base_serves_hits_inside_of_a_block_of_states"),
     ("cross attention", _kinds("cross", "full"),
      _UNIT + "test_oracle_cross_attention.py::test_random"),
     ("full attention with sink tokens in blocks of their own", _kinds("sink")),
@@ -129,21 +131,21 @@ MODELS = "Models"
 _MODELS = [
     ("several kinds of KV cache in one model, in any number of groups",
      _kinds("full", "sliding", "chunked"), _SHAPES + "test_shape_in_a_small_pool"),
-    ("the same with unequal block sizes",
+    ("several kinds of KV cache with unequal block sizes",
      lambda: facts_of([spec_of("full"), _changed("sliding", block_size=4 * BLOCK_SIZE)],
                       make_engine_config()),
      _SHAPES + "test_shape_in_a_small_pool"),
-    ("two precisions, new blocks zeroed",
+    ("KV caches in two precisions, whose new blocks are zeroed",
      lambda: facts_of([spec_of("full"), _changed("sliding", dtype=torch.float32)],
                       make_engine_config()),
      _MANAGER + "test_mixed_precision_caches_have_their_new_blocks_zeroed"),
-    ("without KV cache: pooling models with an encoder, attention-free models", _kinds(),
+    ("models without KV cache: pooling models with an encoder, attention-free models", _kinds(),
      _OFFLINE + "test_embedding_model_without_kv_cache"),
     ("encoder-decoder models", _kinds("cross", "full"), _ENGINE + "test_whisper"),
-    ("the same with prefix caching requested",
+    ("encoder-decoder models with prefix caching requested",
      lambda: facts_of([spec_of("full"), spec_of("cross")],
                       make_engine_config(model={"is_encoder_decoder": True})),
-     _ENGINE + "test_whisper_whose_user_asks_for_prefix_caching"),
+     _ENGINE + "test_whisper_with_prefix_caching_requested"),
     ("vision models (Gemma 3 with its vision tower)", _kinds("sliding", "full"),
      _IMAGES + "test_images_with_preemption"),
     ("diffusion models", lambda: facts_of_kinds({"full"}, is_diffusion=True),
@@ -152,8 +154,8 @@ _MODELS = [
 
 CACHING = "Prefix caching"
 _CACHING = [
-    ("on", _full(), _ENGINE + "test_prefix_cache"),
-    ("off", _full(caching=False), _ENGINE + "test_no_prefix_cache"),
+    ("prefix caching on", _full(), _ENGINE + "test_prefix_cache"),
+    ("prefix caching off", _full(caching=False), _ENGINE + "test_no_prefix_cache"),
     ("retention `None`, 0, and an interval", _full(), _ENGINE + "test_prefix_cache"),
     ("cache salt and LoRA adapters in hashes", _full(),
      _ORACLE + "test_salts_and_adapters_do_not_share"),
@@ -161,12 +163,14 @@ _CACHING = [
     ("images in hashes", _full(), _ORACLE + "test_images_do_not_share"),
     ("images on the engine", _full(), _IMAGES + "test_images"),
     ("prompt embeddings in hashes", _full(), _UNIT + "test_block_hasher.py::test_extra_keys"),
-    ("reset, also while requests run", _full(),
+    ("reset of the prefix cache, also while requests run", _full(),
      _ORACLE + "test_reset_that_preempts_running_requests"),
-    ("reset when weights are reloaded", _full(), _FEATURES + "test_sleep_and_new_weights"),
+    ("reset of the prefix cache when weights are reloaded", _full(),
+     _FEATURES + "test_sleep_and_new_weights"),
     ("KV cache events", _with(_full(), enable_kv_cache_events=True),
      _ENGINE + "test_kv_cache_events"),
-    ("the same over ZMQ, as a subscriber sees them", _with(_full(), enable_kv_cache_events=True),
+    ("KV cache events over ZMQ, as a subscriber sees them",
+     _with(_full(), enable_kv_cache_events=True),
      _FEATURES + "test_kv_cache_events_over_zmq"),
     ("events where a full-attention block is larger than `hash_block_size`",
      _with(_full(), enable_kv_cache_events=True, hash_block_size=BLOCK_SIZE // 2),
@@ -189,7 +193,7 @@ _SCHEDULING = [
      _full(scheduler_config__scheduler_reserve_full_isl=False), _ENGINE + "test_admission"),
     ("hybrid manager disabled (`--disable-hybrid-kv-cache-manager`)", _full(),
      _ENGINE + "test_one_type_of_attention"),
-    ("sleep, pause and wake-up (on CPUs base keeps the memory, all else happens)", _full(),
+    ("sleep, pause and wake-up (on CPUs base does everything except release the memory)", _full(),
      _FEATURES + "test_sleep_and_new_weights"),
     ("structured output", _full(), _FEATURES + "test_structured_output"),
     ("requests that end or are aborted at any point", _full(),
@@ -202,7 +206,8 @@ _PARALLELISM = [
      _ENGINE + "test_two_tensor_parallel_ranks"),
     ("pipeline parallelism, with a simulated worker",
      _full(parallel_config__pipeline_parallel_size=2), _ORACLE + "test_preemption_and_resumption"),
-    ("data parallelism, here in one of the engines", _full(parallel_config__data_parallel_size=2)),
+    ("data parallelism, tested in one of its engines",
+     _full(parallel_config__data_parallel_size=2)),
     ("workers on Ray, which base does not start on CPUs",
      _full(parallel_config__distributed_executor_backend="ray")),
     ("decode context parallelism",
@@ -213,7 +218,7 @@ _PARALLELISM = [
 ]  # fmt: skip
 
 SPECULATION = "Speculative decoding"
-#: Base's methods that a test runs, beyond the factory's choice.
+#: Tests of base's methods. For the others, only the factory's choice is tested.
 _SPECULATION_TESTS = {
     "ngram": _DRAFTS + "test_ngram",
     "draft_model": _DRAFTS + "test_draft_model",
@@ -253,7 +258,7 @@ _SPECULATION = [
     ("draft layers with windows", _drafts("full", "sliding"),
      _UNIT + "test_oracle_speculation.py::test_branches_of_a_prefix"),
     ("draft layers with chunked local attention", _drafts("full", "chunked"),
-     _COVERAGE + "test_drafting_from_hidden_states_beside_chunks_is_not"),
+     _COVERAGE + "test_drafting_from_hidden_states_beside_chunks_is_not_covered"),
     ("`ngram` with Mamba layers",
      lambda: facts_of([spec_of("full"), _changed("Mamba", num_speculative_blocks=2)],
                       make_engine_config(speculation="ngram")), FACTORY_TEST),
@@ -267,7 +272,7 @@ _SPECULATION = [
 CONNECTORS = "KV connectors"
 _LOADS = _UNIT + "test_oracle_connector.py::"
 _ON_CONNECTORS = "tests/v1/e2e/test_kv_connectors.py::"
-#: Base's connectors that a test runs, beyond the factory's choice.
+#: Tests of base's connectors. For the others, only the factory's choice is tested.
 _CONNECTOR_TESTS = {
     "DecodeBenchConnector": _ON_CONNECTORS + "test_decode_bench_connector",
     "ExampleConnector": _ON_CONNECTORS + "test_example_connector",
@@ -298,14 +303,14 @@ _CONNECTORS = [
     (f"`{name}`", _full(connector=name), _CONNECTOR_TESTS.get(name, FACTORY_TEST))
     for name in sorted(KVConnectorFactory._registry)
 ] + [
-    ("`MultiConnector` with one of the others that base serves",
+    ("`MultiConnector` that includes a connector that base serves",
      _connector("MultiConnector", connectors=[{"kv_connector": "LMCacheConnectorV1"}])),
     ("a connector from outside of vLLM (`kv_connector_module_path`)",
      _connector("MyConnector", module_path="my.connectors"),
      _ON_CONNECTORS + "test_connector_from_outside_falls_back"),
-    ("loads in a step (`num_external_computed_tokens`)", _full(connector="NixlConnector"),
-     _LOADS + "test_the_same_as_base_in_a_large_pool"),
-    ("loads beside the steps, delayed caching, blocks sent on after a request has ended",
+    ("loads that are part of a step (`num_external_computed_tokens`)",
+     _full(connector="NixlConnector"), _LOADS + "test_the_same_as_base_in_a_large_pool"),
+    ("loads beside the steps, delayed caching, blocks that are sent after their request has ended",
      _full(connector="NixlConnector"), _LOADS + "test_small_pools"),
     ("loads that fail, as a whole or for some blocks", _full(connector="NixlConnector"),
      _LOADS + "test_blocks_that_failed_to_load_are_computed"),

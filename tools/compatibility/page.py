@@ -64,7 +64,7 @@ def served_together(kinds: frozenset[str], caching: bool) -> tuple[frozenset[str
     )
     if is_served(alone):
         return (alone,)
-    # Two of the kinds exclude each other.
+    # Two of the kinds cannot be served together.
     fewer = [alone - {kind} for kind in sorted(alone)]
     return tuple(some for some in fewer if is_served(some))
 
@@ -81,7 +81,7 @@ def _reason(kinds: frozenset[str], caching: bool, is_diffusion: bool) -> str | N
 
 
 def managed_by(architecture: Architecture, caching: bool) -> str:
-    """``"hybrid"``, or base with the reason and, if base serves only some models, which."""
+    """``"hybrid"``, or base with the reason and, if base serves only some models, which ones."""
     why = reason(architecture, caching)
     if why is None:
         return "hybrid"
@@ -147,7 +147,7 @@ def _test_of(architecture: Architecture) -> str:
 
 def wrappers() -> str:
     names = [a.name for a in all_architectures() if a.wraps_any_model and not a.is_hybrid]
-    return f"These {len(names)}: {_code(names)}."
+    return f"There are {len(names)} of them: {_code(names)}."
 
 
 def counts() -> str:
@@ -156,16 +156,16 @@ def counts() -> str:
     wrap = sum(a.wraps_any_model and not a.is_hybrid for a in everything)
     return (
         f"The registry has {len(everything)} architectures: {hybrid} are hybrid, {wrap} take any "
-        f"language model, and in {len(everything) - hybrid - wrap} every layer with a KV cache "
-        "has full attention or MLA, or no layer has one."
+        f"language model, and the other {len(everything) - hybrid - wrap} have no KV cache, or "
+        "have only layers with full attention or MLA."
     )
 
 
 def exceptions() -> str:
-    """What a reader of base's code cannot see there."""
+    """Exceptions that base's code does not show."""
     lines = [f"- `{name}` is not followed: it {why}." for name, why in NOT_FOLLOWED.items()]
     lines += [
-        f"- {kind} is left out despite being in the code: {why}." for kind, why in NEVER.items()
+        f"- {kind} is left out although the code has it: {why}." for kind, why in NEVER.items()
     ]
     lines += [
         f"- `{name}` ({', '.join(sorted(kinds))}): {why}."
@@ -185,7 +185,7 @@ def _code(names: Iterable[str]) -> str:
 
 
 def _link(test: str) -> str:
-    """The file and function of a test, or that only the factory's choice is tested."""
+    """File and function of a test, or ``the factory's choice``."""
     return "the factory's choice" if test == FACTORY_TEST else f"`{test.removeprefix('tests/')}`"
 
 
@@ -199,12 +199,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def fill(page: str) -> str:
-    """A page with its generated parts regenerated; the rest is written by hand.
+    """A page with new generated parts. The rest is written by hand.
 
-    A part lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+    A part is between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 
     Raises:
-        ValueError: if a part is missing, unknown or there twice.
+        ValueError: if a part is missing, unknown or repeated.
     """
     found = re.findall(r"<!-- generated: (\w+) -->", page)
     if sorted(found) != sorted(PARTS):

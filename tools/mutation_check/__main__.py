@@ -25,7 +25,7 @@ from tools.mutation_check.layers import LAYERS, run_layer
 from tools.mutation_check.mutants import MUTANTS, Mutant
 from tools.mutation_check.planting import NativeCore, plant
 
-#: Per layer the first test that failed, "" if none did; layers that did not run are missing.
+#: Per layer, the first test that failed, or "" if none did. Layers that did not run are missing.
 Caught = dict[str, str]
 
 
@@ -41,8 +41,8 @@ def run_layers(job: tuple[Future[Path], Sequence[str]]) -> Caught:
 
 
 def check(mutants: Sequence[Mutant], num_jobs: int, first: bool) -> list[Caught]:
-    """What catches each fault; the first entry is that of the unchanged package."""
-    # With `first`, one job does the layers of a fault in order; else each layer is a job.
+    """The results of each fault. The first entry is that of the unchanged package."""
+    # With `first`, one job runs all layers of a fault in order. Otherwise each layer is a job.
     parts = [tuple(LAYERS)] if first else [(layer,) for layer in LAYERS]
     progress = Console(stderr=True)
     with (
@@ -64,7 +64,7 @@ def check(mutants: Sequence[Mutant], num_jobs: int, first: bool) -> list[Caught]
             for _ in parts:
                 caught[-1] |= next(results)
             by = ", ".join(layer for layer, test in caught[-1].items() if test) or "none"
-            # Each result as it comes: all of them take long.
+            # Print each result when it arrives, because the whole run takes long.
             progress.print(f"{mutant.fault if mutant else 'no fault'}: {by}")
     return caught
 

@@ -42,8 +42,8 @@ LAYERS = {
     ),
 }
 NOT_CAUGHT = ""
-#: A fault that makes the manager loop for ever is caught too. The limit is CPU time, so that a busy
-#: machine does not matter; without a fault, the longest layer takes about a third of it.
+#: Catches a fault that makes the manager loop forever. The limit is CPU time, so a busy machine
+#: does not matter. Without a fault, the longest layer takes about a third of it.
 CPU_SECONDS = 900
 
 # Runs are forked from a process that has imported base already, which takes longer than many of
@@ -55,7 +55,7 @@ _CONTEXT.set_forkserver_preload(
 
 
 def run_layer(source: Path, layer: str) -> str:
-    """The first test of a layer that fails on a copy of the package; "" if none does.
+    """The first test of a layer that fails on a copy of the package; "" if none fails.
 
     Raises:
         SystemExit: if pytest cannot run the tests.

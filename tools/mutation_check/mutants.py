@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deliberate faults for the mutation check; each changes one place of the sources.
+"""Deliberate faults for the mutation check. Each changes one place of the sources.
 
-``old`` must occur exactly once in the file, so that a change of the sources that moves it is
-noticed (`tests/v1/core/hybrid/test_mutants.py`).
+``old`` must occur exactly once in the file. If a change of the sources removes it,
+`tests/v1/core/hybrid/test_mutants.py` fails.
 """
 
 from dataclasses import dataclass
@@ -203,13 +203,13 @@ MUTANTS = (
     Mutant(
         "blocks that must stay free are allocated",
         NATIVE_REQUEST,
-        "num_ids > num_free - num_kept",
+        "num_ids > num_free - num_kept_free",
         "num_ids > num_free",
     ),
     Mutant(
         "a touched block stays counted as free",
         NATIVE_POOL,
-        "  if (block.ref_cnt == 0) unmake_evictable(index);\n  ++block",
+        "  if (block.ref_cnt == 0) remove_from_evictable(index);\n  ++block",
         "  if (block.ref_cnt == 0) evictable_.remove(blocks_, index);\n  ++block",
     ),
     Mutant(
@@ -293,8 +293,8 @@ MUTANTS = (
     Mutant(
         "a block that is not full is cached",
         BASE,
-        "begin, end = table.num_cached, self.num_cacheable_blocks(num_tokens)",
-        "begin, end = table.num_cached, min(len(table), len(request.block_hashes)"
+        "begin, end = table.num_decided, self.num_cacheable_blocks(num_tokens)",
+        "begin, end = table.num_decided, min(len(table), len(request.block_hashes)"
         " * self.settings.hash_block_size // self.block_size)",
     ),
     Mutant(

@@ -36,7 +36,7 @@ class NativeCore:
         self.folder = folder
         shutil.copytree(ROOT / "csrc", folder / "csrc")
         shutil.copy(ROOT / "CMakeLists.txt", folder)
-        # A fault may leave something unused; it must run all the same.
+        # A fault may leave something unused, which must not stop the build.
         configure_core(folder, folder / "build", "-DHYBRID_KV_WERROR=OFF", quiet=True)
 
     def build(self, mutant: Mutant, target: Path) -> None:
@@ -52,10 +52,10 @@ class NativeCore:
             core = build_core(self.folder / "build", quiet=True)
         except subprocess.CalledProcessError as error:
             output = error.output[-2000:]
-            raise SystemExit(f"{mutant.fault!r} does not compile:\n{output}") from error
+            raise SystemExit(f"the fault {mutant.fault!r} must compile, got:\n{output}") from error
         finally:
             path.write_text(text)
-        # A new file: a process may have the old one loaded.
+        # A new file, because a process may have loaded the old one.
         (target / core.name).unlink(missing_ok=True)
         shutil.copy(core, target)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a real server for minutes with clients that ask, cancel, repeat and send garbage.
+"""Drive a real server for minutes with clients that ask, cancel, repeat and send invalid requests.
 
     python -m tools.soak --minutes 30 [--clients 12] [--seed 0] [--num-gpu-blocks 72]
 
@@ -39,8 +39,8 @@ SAMPLE_INTERVAL = 2.0
 ACTIONS_A_ROUND = 6
 #: Rounds between two resets of the prefix cache.
 ROUNDS_A_RESET = 3
-#: For the server. oneDNN caches a kernel for each size of batch, up to 200 MiB in the worker within
-#: minutes and with either manager, which would hide a leak.
+#: For the server. With either manager, oneDNN caches a kernel for each batch size. These take up to
+#: 200 MiB in the worker within minutes, which would hide a leak.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "generation_tokens")
 
@@ -134,7 +134,7 @@ class Soak:
         report, options = self._report, self._options
         start = time.monotonic()
         end = start + options.minutes * 60
-        # A connection for each request: the server closes idle ones at any time.
+        # A new connection for each request: the server may close idle connections at any time.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             base_url=self._server.url, timeout=None, limits=limits

@@ -10,10 +10,10 @@ import httpx
 
 from tools.soak.questions import GARBAGE, MAX_TOKENS, Question
 
-#: Of log-probabilities. In float32, another order of summation changed them by 1e-5; a wrong block
-#: changes them far more.
+#: Tolerance of log-probabilities. In float32, another order of summation changed them by 1e-5. A
+#: wrong block changes them far more.
 LOGPROB_TOLERANCE = 1e-3
-#: A token with a smaller lead over the second likeliest may differ in another batch.
+#: A token whose lead over the second likeliest is smaller may differ in another batch.
 SAFE_LEAD = 1e-2
 #: Questions with a shorter certain answer are left out.
 MIN_TOKENS = 24
@@ -60,7 +60,7 @@ def text_of(choice: dict[str, Any], is_chat: bool) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """Certain answers by question, and the refusals of garbage: status and body."""
+    """Certain answers by question, and status and body of the refusals of invalid requests."""
 
     answers: dict[Question, Sequence[Piece]]
     refusals: dict[str, tuple[int, str]]
@@ -92,10 +92,10 @@ class Reference:
 
 
 def ask_reference(url: str, questions: Sequence[Question]) -> Reference:
-    """Send an idle server each question and each piece of garbage, one after another.
+    """Send an idle server each question and each invalid request, one after another.
 
     Raises:
-        RuntimeError: if too few answers are certain, or if garbage is not refused.
+        RuntimeError: if too few answers are certain, or if an invalid request is not refused.
     """
     answers: dict[Question, Sequence[Piece]] = {}
     refusals: dict[str, tuple[int, str]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that ask, cancel, repeat and send garbage, and check every answer."""
+"""Clients that ask, cancel, repeat and send invalid requests, and check every answer."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class Tally:
 
 
 class SoakClient:
-    """One client, which acts sequentially; some actions send several requests at once.
+    """One client, which does one action at a time. Some actions send several requests at once.
 
     The actions depend only on ``seed``, not on the answers of the server.
     """
@@ -84,7 +84,7 @@ class SoakClient:
         await self._give_up(*self._pick(), after=self._draw.uniform(0.0, 1.5))
 
     async def cancel_many(self) -> None:
-        """Several requests, more than can run, all cancelled at the same moment."""
+        """Send more requests than can run, and cancel all at the same moment."""
         after = self._draw.uniform(0.05, 1.0)
         asked = [self._pick() for _ in range(6)]
         await asyncio.gather(*(self._give_up(q, length, after) for q, length in asked))

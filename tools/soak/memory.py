@@ -13,7 +13,7 @@ MIB = 1 << 20
 #: Growth that is allowed from the end of the warm-up to the end of the soak, along a straight line
 #: through all samples. Over 30 minutes that is 0.3 MiB a minute.
 MAX_GROWTH = 8 * MIB
-#: The share of the soak that is warm-up, and the limit of it in seconds.
+#: The share of the soak that is warm-up, and the longest warm-up in seconds.
 WARM_UP = (0.4, 180.0)
 
 
@@ -70,7 +70,7 @@ def growth_of(process: str, samples: Sequence[tuple[float, int]]) -> Growth:
     after = start + min(share * (end - start), limit)
     kept = [(at, size) for at, size in samples if at >= after]
     if len(kept) < 3:
-        raise ValueError(f"too few samples of {process}: must be 3 or more, got {len(kept)}")
+        raise ValueError(f"too few samples of {process}: there must be 3 or more, got {len(kept)}")
     times, sizes = [at for at, _ in kept], [size for _, size in kept]
     slope = statistics.linear_regression(times, sizes).slope
     return Growth(

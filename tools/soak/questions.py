@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a soak: a tree of prompts with shared prefixes, and garbage."""
+"""The requests of a soak: a tree of prompts with shared prefixes, and invalid requests."""
 
 import json
 import random

@@ -62,7 +62,7 @@ class Report:
             _some("answers compared with the reference", tally.answers),
             _some("parts of cancelled streams compared", tally.parts),
             _some("requests cancelled", tally.cancelled),
-            _some("garbage refused as by the reference", tally.refused),
+            _some("invalid requests refused as by the reference", tally.refused),
             _some("duplicates sent at once", actions.get("ask_the_same_at_once", 0)),
             _some(
                 "prompts with a shared prefix at once",

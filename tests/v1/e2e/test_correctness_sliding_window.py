@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with sliding windows answer correctly, also from far outside of the window.
+"""Models with sliding windows recall text from far outside of the window.
 
 Gemma 3 270M must repeat pass keys that only its layers with full attention can still read. They
 read them only if their blocks are kept, found again in the prefix cache and put into the right

@@ -36,7 +36,7 @@ def subscriber(endpoint: str) -> Iterator[list[tuple[int, KVEventBatch]]]:
     done = threading.Event()
 
     def receive() -> None:
-        # Until nothing has arrived for a while after the engine has ended.
+        # Read until nothing has arrived for a while after the engine has ended.
         while True:
             try:
                 _, sequence, payload = socket.recv_multipart()
@@ -76,7 +76,7 @@ def published(engine: EngineProcess, model: Path, endpoint: str) -> tuple[Engine
 
 
 def test_kv_cache_events_over_zmq(engines: EnginePair, tiny_gemma3: Path, tmp_path: Path) -> None:
-    """A subscriber receives what was published, and the same from both managers."""
+    """A subscriber receives all published events, which are the same from both managers."""
     base, of_base = published(engines.base, tiny_gemma3, f"ipc://{tmp_path}/base")
     hybrid, of_hybrid = published(engines.hybrid, tiny_gemma3, f"ipc://{tmp_path}/hybrid")
 
@@ -118,7 +118,7 @@ def test_structured_output(engines: EnginePair, tiny_gemma3: Path) -> None:
 
 
 def test_adapters(engines: EnginePair, tiny_gemma3: Path, tmp_path: Path) -> None:
-    """Two LoRA adapters and none in turn: each hits only what it has computed itself."""
+    """Two LoRA adapters and no adapter take turns. Each hits only blocks that it has computed."""
     first, second = (
         LoRARequest(name, number, str(write_adapter(tmp_path / name, tiny_gemma3, seed=number)))
         for number, name in enumerate(("first", "second"), start=1)
@@ -182,7 +182,7 @@ def test_sleep_and_new_weights(
     for before, after in zip(first.token_ids, changed.token_ids, strict=True):
         assert before[:3] == after[:3] and before[3:] != after[3:]
     assert first.token_ids == restored.token_ids == paused.token_ids
-    # The other weights computed all of it, or resumed from blocks that `changed` had computed.
+    # With the other weights, all of it was computed, or resumed from blocks of `changed`.
     assert hit_by_changed.token_ids == other_weights.token_ids != first.token_ids
     for forgotten in (other_weights, restored):
         assert forgotten.num_cached_tokens == first.num_cached_tokens == [0, 0, 0]

@@ -21,7 +21,7 @@ from support.engine_prompts import prompts
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[EnginePair]:
-    """Processes of their own: what a connector leaves behind in one affects all its engines."""
+    """Separate processes: what a connector leaves behind affects all engines of its process."""
     with engine_pair() as engines:
         yield engines
 

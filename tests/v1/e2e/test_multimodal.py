@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images on the real engine: Gemma 3 with its vision tower, with either manager.
 
-On CPUs, base's attention is causal inside of an image, too.
+On CPUs, base's attention is causal also inside of an image.
 """
 
 from support.engine import EnginePair, Round, assert_same_outputs
@@ -49,7 +49,7 @@ def test_images(engines: EnginePair) -> None:
 
 
 def test_images_with_preemption(engines: EnginePair) -> None:
-    """Chunks end inside of images, in a pool that only some of the requests fit in."""
+    """Chunks end inside of images, and only some of the requests fit into the pool."""
     base, hybrid = engines.run(
         checkpoints.tiny_gemma3_images(),
         [

@@ -63,12 +63,12 @@ def separate_processes() -> Iterator[EngineProcess]:
 def test_engine_core_in_a_process_of_its_own(
     engines: EnginePair, separate_processes: EngineProcess, tiny_gemma3: Path
 ) -> None:
-    """The plugin is loaded there, too, with the same options; the log shows what it does."""
+    """The process also loads the plugin, with the same options. The log shows what it does."""
     wait = separate_processes.start(tiny_gemma3, ROUNDS)
     base = engines.base.run(tiny_gemma3, ROUNDS)
     hybrid = wait()
 
-    assert hybrid.manager is None  # It is in another process.
+    assert hybrid.manager is None  # The manager is in another process.
     (line,) = log_lines(hybrid)
     assert line.startswith("Hybrid KV cache: active, 2 managers for 6 KV cache groups")
     assert_same_outputs(base, hybrid)

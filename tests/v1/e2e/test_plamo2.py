@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PLaMo 2, which base no longer has: the engine computes what the formulas say.
+"""The engine computes for PLaMo 2, which base no longer has, what the formulas say.
 
 Its outputs are the same with base's manager and with the hybrid manager.
 """
@@ -83,7 +83,9 @@ def test_the_engine_computes_what_the_formulas_say(engines: EnginePair) -> None:
         assert_right(result, reference, batch)
 
 
-def test_with_other_options_too(engines: EnginePair, with_all_options: Path) -> None:
+def test_the_engine_computes_what_the_formulas_say_with_other_options(
+    engines: EnginePair, with_all_options: Path
+) -> None:
     batch = prompts([130, 40], seed=2)
     result = engines.hybrid.run(with_all_options, [Round(batch, max_tokens=24)], **CHUNKS_OF_40)
 

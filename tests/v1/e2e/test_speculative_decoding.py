@@ -80,7 +80,7 @@ def test_draft_model(engines: EnginePair, tmp_path: Path) -> None:
 
 
 def test_eagle(engines: EnginePair, tmp_path: Path) -> None:
-    """Hits end a block earlier, so that the drafter's last block is right."""
+    """Hits end one block earlier, because the drafter's last block could be wrong."""
     target, head = drafters.eagle_pair(checkpoints.tiny_llama(), tmp_path, noise=0.05)
     hybrid = run_drafter(engines, target, method="eagle", model=str(head), num_speculative_tokens=3)
 
@@ -89,7 +89,7 @@ def test_eagle(engines: EnginePair, tmp_path: Path) -> None:
 
 
 def test_mtp(engines: EnginePair, tmp_path: Path) -> None:
-    """The same with a drafter that is part of the model and guesses one token."""
+    """Like `test_eagle`, with a drafter that is part of the model and guesses one token."""
     model = drafters.mtp_model(checkpoints.tiny_llama(), tmp_path / "mimo", noise=0.05)
     hybrid = run_drafter(engines, model, method="mtp", num_speculative_tokens=1)
 

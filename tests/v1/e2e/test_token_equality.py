@@ -121,7 +121,7 @@ def test_prefix_cache(engines: EnginePair, tiny_window_model: Path, interval: in
         tiny_window_model, ordinary_rounds(), prefix_cache_retention_interval=interval
     )
 
-    # Base detects where prefixes diverge by the blocks that full attention has kept.
+    # Base finds where prefixes diverge from the blocks that full attention has kept.
     sees_junctions = tiny_window_model.name != "tiny-mistral" or interval != 0
     assert_prefix_cache_works(base, hybrid, sees_junctions)
 
@@ -213,14 +213,14 @@ def test_whisper(engines: EnginePair, is_async: bool) -> None:
     assert "full_attention (1 group, block size 32); cross_attention (1 group" in hybrid.log
     assert_same_outputs(base, hybrid)
     assert_preempted(base, hybrid)
-    # Without a prefix cache nothing may differ.
+    # Without a prefix cache, the runs must be identical.
     assert hybrid.total("num_preemptions") == base.total("num_preemptions")
     assert hybrid.num_steps == base.num_steps
     assert hybrid.peak_usage == base.peak_usage > 0.8
 
 
-def test_whisper_whose_user_asks_for_prefix_caching(engines: EnginePair) -> None:
-    """Base logs that it disables prefix caching, and then fails in the first lookup."""
+def test_whisper_with_prefix_caching_requested(engines: EnginePair) -> None:
+    """Base logs that it disables prefix caching, but then raises in the first lookup."""
     rounds = [Round([noise_prompt(1, 32_000, random_tokens(100, seed=1))] * 2, max_tokens=24)] * 2
     model = checkpoints.tiny_whisper()
     base = engines.base.run(model, rounds, max_model_len=448)
@@ -255,13 +255,13 @@ def test_preemption(engines: EnginePair, tiny_model: Path, interval: int | None)
 def test_preemption_without_prefix_cache(engines: EnginePair, tiny_gemma3: Path) -> None:
     base, hybrid = run_in_small_pool(engines, tiny_gemma3, enable_prefix_caching=False)
 
-    # Without a cache nothing may differ: the same requests are preempted in the same steps.
+    # Without a cache the runs must be identical: the same requests are preempted in the same steps.
     assert hybrid.total("num_preemptions") == base.total("num_preemptions")
     assert hybrid.num_steps == base.num_steps
 
 
 def test_admission(engines: EnginePair, tiny_gemma3: Path) -> None:
-    """A watermark for new requests, which are admitted even if not all of their prompt fits."""
+    """A watermark holds back new requests. They are admitted even if not all of the prompt fits."""
     run_in_small_pool(engines, tiny_gemma3, watermark=0.1, scheduler_reserve_full_isl=False)
 
 

@@ -45,7 +45,9 @@ def plamo2_config(vllm_config: VllmConfig) -> Plamo2Config:
     """
     config = vllm_config.model_config.hf_config
     if not isinstance(config, Plamo2Config):
-        raise TypeError(f"PLaMo 2: the configuration is a {type(config)}, not a {Plamo2Config}")
+        raise TypeError(
+            f"PLaMo 2: the configuration must be a {Plamo2Config}, got a {type(config)}"
+        )
     return config
 
 
@@ -136,7 +138,7 @@ class Plamo2Mamba(MambaBase, nn.Module):
 
         layers = vllm_config.compilation_config.static_forward_context
         if prefix in layers:
-            raise ValueError(f"two layers are called {prefix}")
+            raise ValueError(f"PLaMo 2: layer names must be unique, got {prefix} twice")
         layers[prefix] = self
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

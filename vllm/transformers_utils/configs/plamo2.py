@@ -56,7 +56,7 @@ class Plamo2Config(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         if mamba_enabled and mamba_step < 2:
-            raise ValueError(f"PLaMo 2: mamba_step is {mamba_step}; at least 2 is needed")
+            raise ValueError(f"PLaMo 2: mamba_step must be at least 2, got {mamba_step}")
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.rms_norm_eps = rms_norm_eps

@@ -42,7 +42,7 @@ SETTINGS = OracleSettings(
         ("Gemma3ForConditionalGeneration", {"full", "sliding"}),
         ("Gemma3nForCausalLM", {"full", "sliding"}),
         ("GptOssForCausalLM", {"full", "sliding"}),
-        # On the code of the library transformers, and one without windows there.
+        # These run on the code of the library transformers; the second has no windows there.
         ("Olmo3ForCausalLM", {"full", "MLA", "sliding"}),
         ("GPTNeoXForCausalLM", {"full", "MLA"}),
         ("Cohere2ForCausalLM", {"full", "sliding"}),
@@ -54,13 +54,13 @@ SETTINGS = OracleSettings(
         ("GraniteMoeHybridForCausalLM", {"full", CHECKPOINTS}),
         ("FalconH1ForCausalLM", {"full", CHECKPOINTS}),
         ("Zamba2ForCausalLM", {"full", CHECKPOINTS}),
-        # With code of their own for each platform.
+        # These have separate code for each platform.
         ("KimiLinearForCausalLM", {"MLA", "Mamba", CHECKPOINTS}),
         ("DeepseekV4ForCausalLM", {"MLA", "sliding MLA"}),
         ("InklingForCausalLM", {"full", "sliding"}),
         ("Dots3NoteForCausalLM", {"MLA", "sliding MLA"}),
         ("WhisperForConditionalGeneration", {"cross", "full"}),
-        # Not base's, but ours.
+        # This one is registered by the plugin, not by base.
         ("Plamo2ForCausalLM", {"full", "Mamba", "sliding"}),
     ],
 )
@@ -107,7 +107,7 @@ KINDS: dict[str, Callable[[bool], Any]] = {
 }
 
 
-def test_content_has_a_model_of_what_the_tables_say_it_has() -> None:
+def test_the_kinds_with_content_can_be_simulated() -> None:
     assert KINDS.keys() == WITH_CONTENT
     for kind, make in KINDS.items():
         assert type(make(True).spec()) is type(facts.spec_of(kind))
@@ -118,7 +118,7 @@ def test_content_has_a_model_of_what_the_tables_say_it_has() -> None:
     "kinds", kinds_with_content(PAGE.read_text()), ids=lambda kinds: ", ".join(sorted(kinds))
 )
 def test_content(kinds: frozenset[str], manager_cls: Any) -> None:
-    """What the hybrid manager serves of these kinds, with prefix caching and without."""
+    """All models of these kinds that the hybrid manager serves, with and without prefix caching."""
     num_played = 0
     for caching in (True, False):
         for served in served_together(kinds, caching):
@@ -130,11 +130,11 @@ def test_content(kinds: frozenset[str], manager_cls: Any) -> None:
 
 
 def play(manager_cls: Any, kinds: frozenset[str], caching: bool) -> None:
-    """Prompts and their continuations in a roomy pool, and a random mix in a small one."""
+    """Run prompts and their continuations in a large pool, and a random mix in a small one."""
     model = tuple(KINDS[kind](caching) for kind in sorted(kinds))
     settings = replace(SETTINGS, enable_prefix_caching=caching)
     encoder = 60 if "cross" in kinds else 0
-    if encoder:  # Prompts are not cut into chunks.
+    if encoder:  # Prefill is not chunked for these models.
         settings = replace(settings, max_num_batched_tokens=settings.max_model_len)
     operations: list[Any] = [Add(tail=90, max_tokens=20, encoder=encoder), Run(8)]
     for shared in (90, 64, 33):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `tools.base_tests` reads an index page and two runs; none of base's tests runs here."""
+"""`tools.base_tests` reads an index page and two runs. None of base's tests runs here."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_verdicts():
     assert judge(f"{FILE}::test_a", PASSED, FAILED) == (verdicts.HYBRID_ONLY, FAILED.why)
     assert judge(f"{FILE}::{known}", PASSED, FAILED) == (verdicts.NOT_FOR_US, reason)
     assert judge(f"{FILE}::test_a", FAILED, FAILED) == (verdicts.BASE_TOO, FAILED.why)
-    # A test that the hybrid manager's run lost or skipped has not passed.
+    # A test that is missing or skipped in the run with the hybrid manager has not passed.
     assert judge(f"{FILE}::test_a", PASSED, Outcome())[0] == verdicts.HYBRID_ONLY
     assert judge(f"{FILE}::test_a", PASSED, Outcome("skipped"))[0] == verdicts.HYBRID_ONLY
     assert judge(f"{FILE}::test_a", Outcome("skipped"), FAILED)[0] == verdicts.BASE_TOO

@@ -69,7 +69,7 @@ def image(offset: int, length: int) -> MultiModalFeatureSpec:
 def assert_base_agrees(
     request: Request, block_size: int, hash_fn: Callable[[Any], bytes], steps: list[list[int]]
 ) -> int:
-    """Hash a request after its prompt and after each step; returns the number of hashes."""
+    """Compare the hashes after the prompt and after each step; returns the number of hashes."""
     base = get_request_block_hasher(block_size, hash_fn)
     ours = create_request_block_hasher(block_size, hash_fn, base)
     assert ours is not base
@@ -103,7 +103,7 @@ texts = st.one_of(
 @st.composite
 def adapters(draw: st.DrawFn) -> LoRARequest:
     name = draw(texts)
-    # Base asks for a path. Where it is the very string of the name, pickle only refers to that.
+    # A request must have a path. If path and name are the same object, pickle writes a reference.
     path = draw(st.one_of(texts, st.just(name)).filter(bool))
     return LoRARequest(name, 1, path)
 
@@ -139,13 +139,13 @@ def test_any_request(data: st.DataObject, algorithm: str, block_size: int) -> No
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16, 100, 1000, MAX_NATIVE_BLOCK_SIZE])
 def test_block_sizes(hash_fn: Callable[[Any], bytes], block_size: int) -> None:
-    # Five bytes a token: the largest block just fits in a frame of a pickle.
+    # At five bytes per token, the largest block just fits into one frame of a pickle.
     request = make_request([2**31 - 1 - i for i in range(2 * block_size)])
     assert assert_base_agrees(request, block_size, hash_fn, [[5] * block_size]) == 3
 
 
 def test_the_longest_message(hash_fn: Callable[[Any], bytes]) -> None:
-    """Tokens of five bytes and a long adapter's name still make one frame of a pickle."""
+    """Tokens of five bytes with a long adapter name still make one frame of a pickle."""
     size = MAX_NATIVE_BLOCK_SIZE
     adapter = LoRARequest("n" * 16_300, 1, "/path")
     request = make_request([2**31 - 1 - i for i in range(size)], lora_request=adapter)
@@ -209,7 +209,7 @@ def test_base_hashes_only_what_native_code_cannot() -> None:
         (REQUESTS["salt"], []),
         (REQUESTS["adapter"], []),
         (REQUESTS["adapter and salt"], []),
-        # What follows the image is native again.
+        # Native code hashes what follows the image.
         (REQUESTS["images"], [0]),
         ({"prompt_token_ids": [2**40] * 80}, [0]),
     ):
@@ -232,7 +232,7 @@ def changes_of(changes: dict[str, Any]) -> dict[str, Any]:
 def test_base_hashes_what_fails_and_says_so_once(hash_fn: Callable[[Any], bytes]) -> None:
     base = get_request_block_hasher(4, hash_fn)
     ours = create_request_block_hasher(4, hash_fn, base)
-    # A name that native code does not take for its length.
+    # The name is too long for native code.
     long_name = {"lora_request": LoRARequest("n" * 20_000, 1, "/path")}
     with collected_log() as log:
         for changes in (long_name, {"tokens": [2**40] * 4}, {}):
@@ -240,9 +240,9 @@ def test_base_hashes_what_fails_and_says_so_once(hash_fn: Callable[[Any], bytes]
             assert ours(request) == base(request) != []
     (record,) = log
     assert record.levelname == "WARNING"
-    assert "base hashes the blocks of requests like r (reported once)" in record.getMessage()
+    assert "base hashes the blocks of request r (reported once)" in record.getMessage()
     assert record.exc_info is not None
-    assert "rest must have from 1 to 16384 bytes" in str(record.exc_info[1])
+    assert "rest must have 1 to 16384 bytes" in str(record.exc_info[1])
 
 
 def test_what_base_cannot_hash_fails_as_in_base() -> None:
@@ -260,7 +260,7 @@ def test_what_base_cannot_hash_fails_as_in_base() -> None:
 class LockWatch:
     """A thread that acts as soon as the interpreter lock is released.
 
-    Within this context Python itself does not hand the lock on, so only a release does.
+    Within this context Python does not switch threads by itself, so only a release does.
     """
 
     def __init__(self, act: Callable[[], object]) -> None:
@@ -291,7 +291,7 @@ def test_long_work_releases_the_lock_and_has_its_own_copy_of_the_tokens() -> Non
     hashes_of = BlockHasher("sha256", 16).hash_blocks
     expected = hashes_of(b"p", list(range(1_000_000)), 0, NO_KEYS)
     assert len(expected) == 62_500
-    # The system may be late in waking the thread: this much work in pieces takes seconds.
+    # The system may wake the thread late. In pieces, this much work takes seconds.
     for _ in range(100):
         tokens = list(range(1_000_000))
         with LockWatch(tokens.clear) as watch:
@@ -305,7 +305,7 @@ def test_long_work_releases_the_lock_and_has_its_own_copy_of_the_tokens() -> Non
 
 
 def test_short_work_keeps_the_lock() -> None:
-    """Else a decode step could wait for milliseconds to have it back."""
+    """Otherwise a decode step could wait for milliseconds to get the lock back."""
     hashes_of = BlockHasher("sha256", 16).hash_blocks
     tokens = list(range(2048))
     with LockWatch(lambda: None) as watch:
@@ -343,7 +343,7 @@ def test_sha256_without_special_instructions() -> None:
 
 
 def test_a_finalizer_that_empties_the_list_of_tokens_does_no_harm() -> None:
-    """It runs in a garbage collection, which the creation of the list of hashes can start."""
+    """The finalizer runs in a garbage collection, which creating the list of hashes can start."""
     tokens = list(range(64))
     expected = hash_blocks(tokens=tokens)
     hasher = BlockHasher("sha256", 2)
@@ -360,7 +360,7 @@ def test_a_finalizer_that_empties_the_list_of_tokens_does_no_harm() -> None:
     gc.disable()
     try:
         Garbage()
-        # More than Python keeps for reuse: a list made of a kept one starts no collection.
+        # Use up the lists that Python keeps for reuse: reusing one starts no collection.
         lists: list[list[int]] = [[] for _ in range(200)]
         gc.set_threshold(1)
         gc.enable()
@@ -380,9 +380,9 @@ def test_a_finalizer_that_empties_the_list_of_tokens_does_no_harm() -> None:
         (lambda: BlockHasher("md5", 16), ValueError, "algorithm must be sha256"),
         (lambda: BlockHasher("sha256", 0), ValueError, "block_size must be from 1 to 8192, got 0"),
         (lambda: BlockHasher("sha256", 8193), ValueError, "got 8193"),
-        (lambda: hash_blocks(parent=b""), ValueError, "parent must have from 1 to 255 bytes"),
+        (lambda: hash_blocks(parent=b""), ValueError, "parent must have 1 to 255 bytes"),
         (lambda: hash_blocks(parent=bytes(256)), ValueError, "got 256"),
-        (lambda: hash_blocks(rest=b""), ValueError, "rest must have from 1 to 16384 bytes, got 0"),
+        (lambda: hash_blocks(rest=b""), ValueError, "rest must have 1 to 16384 bytes, got 0"),
         (lambda: hash_blocks(rest=bytes(16385)), ValueError, "got 16385"),
         (lambda: hash_blocks(start=-1), ValueError, "start must be from 0 to 4, got -1"),
         (lambda: hash_blocks(start=5), ValueError, "got 5"),

@@ -77,7 +77,7 @@ def test_all_types_are_allocated_for_or_none():
     assert pool.num_missing_ids(tables, two_each, hits, (0, 1)) == 2 + 3
     assert pool.num_missing_ids(tables, ((2, 2), (1, 1)), hits, (0, 0)) == 2 + 3
     assert pool.allocate(tables, two_each) is None
-    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept=1) is None
+    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept_free=1) is None
     assert (len(tables[0]), len(tables[1]), pool.get_num_free_blocks()) == (0, 0, 4)
     new = pool.allocate(tables, ((1, 1), (1, 1)))
     assert new is not None
@@ -91,7 +91,7 @@ def test_all_types_are_allocated_for_or_none():
 @pytest.mark.parametrize(
     ("num_written", "pattern"), [(0, "..."), (1, "..x"), (2, ".xx"), (3, "xxx"), (1 << 80, "xxx")]
 )
-def test_the_last_new_blocks_are_real_and_null_blocks_stand_before_them(num_written, pattern):
+def test_the_last_new_blocks_are_real_and_the_new_blocks_before_them_are_null(num_written, pattern):
     pool = make_pool()
     table = allocate(pool, WINDOW, 1)
     hits, target = (pool.new_list(WINDOW),), ((4, num_written),)
@@ -139,12 +139,12 @@ def test_numbers_of_ids_do_not_overflow():
     targets = ((most, most), (most, 1 << 63))
     assert pool.num_missing_ids(tables, targets, hits, (0, 0)) == 4 * most
     assert pool.allocate(tables, targets) is None
-    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept=1 << 80) is None
+    assert pool.allocate(tables, ((1, 1), (1, 1)), num_kept_free=1 << 80) is None
     assert [len(table) for table in tables] == [0, 0]
 
 
 class Garbage:
-    """An unreachable cycle; ``finalize`` is called once a garbage collection finds it."""
+    """An unreachable cycle. A garbage collection that finds it calls ``finalize``."""
 
     def __init__(self, finalize: Callable[[], object]) -> None:
         self.cycle = self
@@ -156,12 +156,12 @@ class Garbage:
 
 @pytest.fixture
 def collect_at_next_tuple() -> Iterator[Callable[[], None]]:
-    """From the call on, each new tuple of two starts a garbage collection, until the test ends."""
+    """After a call, each new tuple of two starts a garbage collection, until the test ends."""
     threshold = gc.get_threshold()
     tuples: list[tuple[int, int]] = []
 
     def start() -> None:
-        # More than Python keeps for reuse: a tuple made of a kept one starts no collection.
+        # Use up the tuples that Python keeps for reuse: reusing one starts no collection.
         tuples.extend([(i, i) for i in range(5000)])
         gc.set_threshold(1)
         gc.enable()
@@ -173,8 +173,8 @@ def collect_at_next_tuple() -> Iterator[Callable[[], None]]:
     gc.enable()
 
 
-def test_what_a_finalizer_takes_is_not_missing_in_an_allocation(collect_at_next_tuple):
-    """Else the garbage collection could run between the count of free blocks and their use."""
+def test_a_finalizer_cannot_take_blocks_that_an_allocation_has_counted(collect_at_next_tuple):
+    """No garbage collection may run between counting the free blocks and using them."""
     pool = make_pool(num_blocks=5)
     tables, targets = pool.new_tables(), ((1, 1), (1, 1))
     other, taken = pool.new_table(FULL), []
@@ -187,13 +187,13 @@ def test_what_a_finalizer_takes_is_not_missing_in_an_allocation(collect_at_next_
     pool.check_integrity([*tables, other])
 
 
-def test_what_a_finalizer_frees_does_not_change_an_allocation(collect_at_next_tuple):
+def test_a_finalizer_that_frees_blocks_does_not_change_an_allocation(collect_at_next_tuple):
     pool = make_pool(num_blocks=8)
     holder = allocate_cached(pool, WINDOW, "w")
     tables, targets = pool.new_tables(), ((1, 1), (2, 2))
     hits = pool.new_list(FULL), pool.find_prefix(WINDOW, hashes("w", 1), 1)
     pool.adopt(tables, hits, (0, 0))
-    # Its block stays the holder's: without it the table misses more blocks than are free.
+    # The holder keeps the block. Without the hit, the table needs more blocks than are free.
     Garbage(tables[1].free)
     collect_at_next_tuple()
     new = pool.allocate(tables, targets)
@@ -209,7 +209,7 @@ def test_released_blank_ids_are_reused_first():
     assert ids(allocate(pool, FULL, 2)) == [(3,), (2,)]
 
 
-def test_blank_ids_go_before_cached_blocks_and_those_in_release_order():
+def test_blank_ids_are_taken_before_cached_blocks_are_evicted_in_release_order():
     pool = make_pool(num_blocks=5)
     table = allocate(pool, FULL, 3)
     table.cache(0, 2, hashes("p", 2))
@@ -263,7 +263,7 @@ def test_only_the_needed_part_of_a_hit_is_referenced():
     pool.adopt((table,), (hit,), (2,))
     assert [block.is_null for block in table.blocks()] == [True, True, False]
     assert [block.ref_cnt for block in hit] == [0, 0, 1]
-    assert (table.num_released, table.num_cached) == (2, 3)
+    assert (table.num_released, table.num_decided) == (2, 3)
     pool.check_integrity([table])
 
 
@@ -299,7 +299,7 @@ def test_a_hit_is_adopted_in_all_types_or_in_none():
 @pytest.mark.parametrize("alignment", [1, 2, 3])
 @pytest.mark.parametrize("missing", [None, 0, 7, 20, 38, 39])
 def test_searches_agree_with_a_plain_one(alignment, missing):
-    """Longer than what a search loads ahead, from both ends, around a gap."""
+    """Longer than the prefetch distance, in both directions, around a gap."""
     pool = make_pool(num_blocks=100)
     prompt = hashes("p", 40)
     table = allocate(pool, FULL, 40)
@@ -424,7 +424,7 @@ def test_evictions_are_recorded_on_request():
     assert pool.take_evictions() == []
     allocate_cached(pool, WINDOW, "w").free()
     allocate(pool, FULL, 1)
-    assert pool.take_evictions() == [], "nobody asked for them"
+    assert pool.take_evictions() == [], "evictions are not recorded by default"
 
 
 @pytest.mark.parametrize(
@@ -439,10 +439,10 @@ def test_evictions_are_recorded_on_request():
         (lambda pool, table: table.cache(0, 1, [b""]), "must have 1 to 32 bytes, got 0"),
         (lambda pool, table: table.cache(0, 1, [b"x" * 33]), "must have 1 to 32 bytes, got 33"),
         (lambda pool, table: table.release_before(-1), "within 0 to 1, got 0 to -1"),
-        (lambda pool, table: setattr(table, "num_cached", 9), "within 0 to 1, got 0 to 9"),
+        (lambda pool, table: setattr(table, "num_decided", 9), "within 0 to 1, got 0 to 9"),
         (
             lambda pool, table: pool.adopt((table,), (pool.new_list(FULL),), (0,)),
-            "must be empty to adopt a hit, got one of 1 blocks",
+            "must be empty to adopt a hit, got one with 1 blocks",
         ),
         (
             lambda pool, table: pool.adopt((pool.new_table(0),), (pool.new_list(0),), (-1,)),
@@ -461,7 +461,7 @@ def test_evictions_are_recorded_on_request():
         ),
         (
             lambda pool, table: make_pool().allocate((table,), ((9, 9),)),
-            "of this pool, got another pool's",
+            "tables must be block tables of this pool, got one of another pool",
         ),
         (lambda pool, table: pool.allocate((table, table), ((9, 9),) * 2), "got 0 before 0"),
         (lambda pool, table: pool.allocate((table,), ()), "got 0 for 1 tables"),
@@ -481,7 +481,7 @@ def test_evictions_are_recorded_on_request():
         ),
         (
             lambda pool, table: pool.allocate((table,), ((2, 2),), -1),
-            "num_kept must be at least 0, got -1",
+            "num_kept_free must be at least 0, got -1",
         ),
         (lambda pool, table: pool.find_prefix(0, [], 1, 0), "alignment must be at least 1, got 0"),
         (
@@ -504,15 +504,15 @@ def test_evictions_are_recorded_on_request():
             lambda pool, table: pool.num_missing_ids(
                 (table,), ((9, 9),), (pool.new_list(WINDOW),), (0,)
             ),
-            "must be of the same types as the block tables",
+            "must have the types of the tables in the same order",
         ),
         (
             lambda pool, table: make_pool().count_evictable_ids((table.blocks(),), (0,)),
-            "hits must be of this pool, got another pool's",
+            "hits must be block lists of this pool, got one of another pool",
         ),
         (
             lambda pool, table: pool.adopt((pool.new_table(1),), (table.blocks(),), (0,)),
-            "must be of the same types as the block tables",
+            "must have the types of the tables in the same order",
         ),
         (lambda pool, table: pool.new_list(0) + make_pool().new_list(0), "same pool"),
         (lambda pool, table: pool.new_list(0) + pool.new_list(1), "must be of type 0, got type 1"),
@@ -549,9 +549,9 @@ def test_caching_is_all_or_nothing():
     table = allocate(pool, FULL, 2)
     with pytest.raises(TypeError, match="a block hash must be bytes, got int"):
         table.cache(0, 2, [b"p0", 5])  # type: ignore[list-item]
-    assert (table.num_cached, pool.cached_blocks(FULL)) == (0, [])
+    assert (table.num_decided, pool.cached_blocks(FULL)) == (0, [])
     table.cache(0, 2, hashes("p", 2))
-    assert table.num_cached == 2
+    assert table.num_decided == 2
     pool.check_integrity([table])
 
 
@@ -565,7 +565,7 @@ def test_a_table_that_is_dropped_releases_its_blocks():
 
 
 @pytest.mark.parametrize("tables", [3, [1], (None,), (1,)])
-def test_what_is_no_tuple_of_tables_is_refused(tables):
+def test_anything_but_a_tuple_of_tables_is_refused(tables):
     pool = make_pool()
     for use in (
         lambda: pool.num_missing_ids(tables, (), (), ()),
@@ -577,7 +577,7 @@ def test_what_is_no_tuple_of_tables_is_refused(tables):
 
 
 @pytest.mark.parametrize("targets", [3, (1,), [None], (5, 5)])
-def test_what_is_no_sequence_of_pairs_is_refused(targets):
+def test_anything_but_a_sequence_of_pairs_is_refused(targets):
     pool = make_pool()
     tables, hits = (pool.new_table(FULL),), (pool.new_list(FULL),)
     for use in (
@@ -588,7 +588,7 @@ def test_what_is_no_sequence_of_pairs_is_refused(targets):
             use()
 
 
-def test_numbers_that_change_targets_and_tables_do_no_harm():
+def test_an_index_method_that_changes_targets_and_tables_does_no_harm():
     pool = make_pool(num_blocks=5)
     table, other = pool.new_table(FULL), pool.new_table(FULL)
     target: list[object] = []
@@ -603,7 +603,7 @@ def test_numbers_that_change_targets_and_tables_do_no_harm():
 
     target[:] = [Changing(), 9]
     targets[:] = [target, (1, 1)]
-    # What the number takes is counted: it is converted before.
+    # The number is converted first, so the blocks that its __index__ takes are counted.
     assert pool.allocate((table,), targets) is None  # type: ignore[arg-type]
     assert (len(table), len(other), pool.get_num_free_blocks()) == (0, 2, 2)
     new = pool.allocate((table,), [[2, 2]])  # type: ignore[list-item]
@@ -613,7 +613,7 @@ def test_numbers_that_change_targets_and_tables_do_no_harm():
 
 
 @pytest.mark.parametrize("position", [1, 2, 3])
-def test_numbers_that_change_the_list_of_hashes_do_no_harm(position):
+def test_an_index_method_that_changes_the_list_of_hashes_does_no_harm(position):
     pool = make_pool(num_blocks=300)
     prompt = [bytes([i]) * 32 for i in range(200)]
 

@@ -74,7 +74,7 @@ def test_every_tiny_checkpoint_has_the_test_that_runs_it() -> None:
 
 
 def test_architectures_of_the_tiny_checkpoints() -> None:
-    """They are those of the saved ``config.json``."""
+    """The architectures in the page are those in the saved ``config.json``."""
     model_types = {m.name: m.model_type for m in vars(tiny_models).values() if is_tiny(m)}
     assert ENGINE_TESTS.keys() - model_types.keys() == {"tiny-plamo2"}
     for name, model_type in model_types.items():
@@ -94,7 +94,7 @@ def is_tiny(value: Any) -> bool:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The manager that the factory builds for an engine, by name: a stand-in for either."""
+    """Returns the name of the manager that the factory builds; stand-ins replace both managers."""
 
     def manager(name: str) -> Any:
         def build(**kwargs: Any) -> SimpleNamespace:

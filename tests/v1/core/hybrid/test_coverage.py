@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin leaves to base's manager, and what it says about it."""
+"""Which features base's manager serves, and which reason is given."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +94,7 @@ def test_mamba_without_prefix_caching_is_covered():
     assert find_uncovered_feature(facts_of(FULL, MambaSpec(**MAMBA))) is None
 
 
-def test_states_that_differ_in_where_they_are_kept_are_base_s():
+def test_base_serves_states_that_differ_in_where_they_are_kept():
     align = {**MAMBA, "mamba_cache_mode": "align"}
     kept = MambaSpec(**align, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
     assert find_uncovered_feature(facts_of(FULL, kept, kept)) is None
@@ -103,7 +103,7 @@ def test_states_that_differ_in_where_they_are_kept_are_base_s():
     )
 
 
-def test_states_in_the_middle_of_a_step_with_unequal_block_sizes_are_base_s():
+def test_base_serves_states_in_the_middle_of_a_step_with_unequal_block_sizes():
     setup = KVSetup((full(32), mamba(16, checkpoint_alignment=1)), num_blocks=100)
     facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)
     assert find_uncovered_feature(facts) == (
@@ -117,14 +117,14 @@ def test_states_in_the_middle_of_a_step_with_unequal_block_sizes_are_base_s():
 
 @pytest.mark.parametrize("mode", ["none", "align"])
 @pytest.mark.parametrize("drafts", [{"use_eagle": True}, {"num_prefill_lookahead": 2}])
-def test_states_with_drafts_are_base_s(drafts: dict, mode: str) -> None:
-    """Also where a spec has no blocks for them, as with base's RecoverSSM."""
+def test_base_serves_states_with_drafts(drafts: dict, mode: str) -> None:
+    """This includes specs without blocks for drafts, such as those of base's RecoverSSM."""
     facts = facts_of(FULL, MambaSpec(**MAMBA, mamba_cache_mode=mode))
     assert find_uncovered_feature(facts) is None
     assert find_uncovered_feature(replace(facts, **drafts)) == "Mamba with speculative decoding"
 
 
-def test_hits_inside_of_a_block_of_states_are_base_s():
+def test_base_serves_hits_inside_of_a_block_of_states():
     setup = KVSetup((full(16), mamba(16)), num_blocks=100, hash_block_size=8)
     facts = EngineFacts(setup.kv_cache_config(), setup.resolved_hash_block_size)
     assert find_uncovered_feature(facts) == (
@@ -150,13 +150,13 @@ def test_cross_attention_is_covered_and_caches_nothing():
 
 
 def test_base_gives_encoder_only_attention_no_kv_cache_group():
-    """Its layers have no spec, and so BERT no groups; workers add one for themselves only."""
+    """Its layers have no spec, so BERT has no groups. Only workers add a group, for themselves."""
     assert KVCacheSpecRegistry.get_manager_class(EncoderOnlyAttentionSpec(**SHAPE)) is None
 
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_model_without_kv_cache_groups_is_covered(caching):
-    """BERT, or Prithvi, which has no attention that base knows of."""
+    """For example BERT, or Prithvi, which has no attention layers of base."""
     assert find_uncovered_feature(facts_of()) is None
     manager = KVSetup((), 1, caching=caching).build(KVCacheManager)
     assert type(manager.coordinator) is KVCacheCoordinatorNoPrefixCache
@@ -168,7 +168,7 @@ def test_a_model_without_kv_cache_groups_is_covered(caching):
 
 @dataclass(frozen=True, kw_only=True)
 class PlatformSpec(FullAttentionSpec):
-    """As a platform plugin would register it, with a manager of its own."""
+    """A spec that a platform plugin registers with its own manager."""
 
 
 class PlatformManager(FullAttentionManager):
@@ -252,14 +252,14 @@ def test_drafters_of_all_kinds_are_covered():
 
 
 @pytest.mark.parametrize("flagged", [False, True])
-def test_drafting_from_hidden_states_beside_chunks_is_not(flagged):
-    """Base's manager takes no such group either, as soon as it looks for a hit."""
+def test_drafting_from_hidden_states_beside_chunks_is_not_covered(flagged):
+    """Base's manager also refuses such a group, in its first lookup."""
     chunks = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
     draft = KVCacheGroupSpec(["layer.1"], chunks, is_eagle_group=flagged)
     reason = "speculative decoding from hidden states with chunked local attention"
     facts = facts_of(FULL, draft, use_eagle=not flagged)
     assert find_uncovered_feature(facts) == f"{reason} (KV cache group 1)"
-    # A draft layer elsewhere leaves the chunks alone.
+    # With the draft layer in another group, the chunks are covered.
     facts = facts_of(chunks, replace(FULL, is_eagle_group=True), use_eagle=True)
     assert find_uncovered_feature(facts) is None
 
@@ -315,7 +315,7 @@ def test_arguments_that_are_not_covered(arguments, reason):
 
 
 @pytest.mark.parametrize(("arguments", "reason"), UNCOVERED_ARGUMENTS)
-def test_the_manager_itself_refuses_them(arguments, reason):
+def test_the_manager_itself_refuses_uncovered_arguments(arguments, reason):
     with pytest.raises(ValueError) as error:
         KVSetup((full(16),), num_blocks=100).build(KVCacheManager, **arguments)
     assert reason in str(error.value)
@@ -373,7 +373,7 @@ def connectors(name: str, *children: str, module_path: str | None = None) -> KVT
             "KV connector SimpleCPUOffloadConnector (in a MultiConnector)",
         ),
         (connectors("SimpleCPUOffloadConnector"), "KV connector SimpleCPUOffloadConnector"),
-        # Whatever its name is: it is not base's.
+        # A connector from outside of vLLM, whatever its name.
         (connectors("NixlConnector", module_path="my.own"), "KV connector NixlConnector"),
     ],
 )
@@ -383,7 +383,7 @@ def test_kv_connectors(config, reason):
     assert reason_for(vllm_config) == reason
 
 
-def test_states_with_a_kv_connector_are_base_s():
+def test_base_serves_states_with_a_kv_connector():
     vllm_config = VllmConfig()
     vllm_config.kv_transfer_config = connectors("NixlConnector")
     facts = facts_of(FULL, MambaSpec(**MAMBA), vllm_config=vllm_config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross attention, with values worked out by hand, on base's manager and ours.
+"""Cross attention, with values worked out by hand, on base's manager and the hybrid manager.
 
 Whisper-like unless said otherwise: a self-attention and a cross-attention group, with blocks
 of 16 tokens. Base's manager has the same values throughout.
@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 WHISPER = (full(16), cross(16))
 
 
-@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "ours"])
+@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "hybrid"])
 def manager_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -34,7 +34,7 @@ def new_request(name: str, num_tokens: int) -> Request:
 
 
 def admit(manager: Any, req: Request, num_encoder_tokens: int, **changes: Any) -> list[int] | None:
-    """As the scheduler does; the numbers of new blocks per group, or None if refused."""
+    """Admit a request as the scheduler does. Returns the new blocks per group; None if refused."""
     new = manager.allocate_slots(
         req, req.num_tokens, num_encoder_tokens=num_encoder_tokens, **changes
     )
@@ -57,7 +57,7 @@ def test_the_encoders_blocks_come_at_once_and_stay(manager_class: Any) -> None:
     ids = manager.get_block_ids("r")
     assert len({*ids[0], *ids[1]}) == 6 and 0 not in ids[0] + ids[1]
     assert num_free(manager) == 99 - 6
-    # Slots 21 to 32 are there; the 33rd and the 49th token need a block, the encoder none.
+    # Slots 21 to 32 exist. The 33rd and 49th token need a new block each; the encoder needs none.
     steps = decode(manager, req, 30)
     assert [i for i, step in enumerate(steps) if any(step)] == [12, 28]
     assert steps[12] == steps[28] == [1, 0]
@@ -92,7 +92,7 @@ def test_several_groups_of_each_type(manager_class: Any) -> None:
 
 
 def test_admission_counts_the_encoder(manager_class: Any) -> None:
-    """2 + 4 blocks: of 6 free ones all are enough, of 5 not, and then nothing is taken."""
+    """The request needs 2 + 4 blocks: 6 free blocks suffice. With 5, nothing is taken."""
     for full_sequence_must_fit in (False, True):
         for num_blocks in (6, 7):
             manager = make_manager(manager_class, num_blocks)
@@ -109,7 +109,7 @@ def test_blocks_that_are_reserved_or_below_the_watermark(manager_class: Any) -> 
     assert admit(manager, req, 50, reserved_blocks=4) is None
     assert num_free(manager) == 9
     assert admit(manager, req, 50, reserved_blocks=3) == [2, 4]
-    # Base takes a tenth of all 10 blocks: 1.
+    # Base's watermark is a tenth of all 10 blocks: 1.
     for num_blocks, expected in ((10, [2, 4]), (7, [2, 4])):
         manager = make_manager(manager_class, num_blocks, watermark=0.1)
         assert admit(manager, new_request("r", 20), 50) == expected
@@ -122,7 +122,7 @@ def test_blocks_that_are_reserved_or_below_the_watermark(manager_class: Any) -> 
 def test_a_whole_sequence_that_does_not_fit_is_refused_with_its_encoder(
     manager_class: Any,
 ) -> None:
-    """A first chunk of 16 of 64 tokens: 1 + 4 blocks now, 4 + 4 in all."""
+    """The first chunk, 16 of 64 tokens, needs 1 + 4 blocks; the whole sequence needs 4 + 4."""
     for num_blocks in (8, 9):
         manager = make_manager(manager_class, num_blocks)
         req = new_request("r", 64)
@@ -164,7 +164,7 @@ def test_without_input_to_the_encoder(manager_class: Any) -> None:
 
 
 def test_encoder_tokens_of_a_running_request(manager_class: Any) -> None:
-    """Base's scheduler tells them at admission only; its manager takes them at any time."""
+    """Base's scheduler passes them only at admission. Base's manager accepts them at any time."""
     manager = make_manager(manager_class, 12)
     req = new_request("r", 20)
     assert admit(manager, req, 16) == [2, 1]
@@ -184,7 +184,7 @@ def test_encoder_tokens_of_a_running_request(manager_class: Any) -> None:
     assert step(9 * 16) == [0, 6]
 
 
-def test_what_holds_the_computed_tokens(manager_class: Any) -> None:
+def test_block_ids_for_computed_tokens(manager_class: Any) -> None:
     manager = make_manager(manager_class)
     req = new_request("r", 40)
     admit(manager, req, 50)
@@ -204,14 +204,14 @@ def test_new_blocks_are_zeroed(manager_class: Any) -> None:
     assert manager.take_new_block_ids() == manager.get_block_ids("r")[0][2:]
 
 
-def test_a_model_without_cross_attention_takes_no_notice(manager_class: Any) -> None:
+def test_encoder_tokens_change_nothing_without_cross_attention(manager_class: Any) -> None:
     manager = make_manager(manager_class, kinds=(full(16),))
     req = new_request("r", 20)
     assert admit(manager, req, 50) == [2]
 
 
 def test_decode_steps_end_in_the_gate() -> None:
-    """No Python runs for a step without an event, and none is due for the encoder."""
+    """No Python runs for a step without an event, and the encoder causes no events."""
     manager = make_manager(KVCacheManager)
     req = new_request("r", 20)
     admit(manager, req, 50)
@@ -233,7 +233,7 @@ def test_a_wrong_number_of_encoder_tokens_changes_nothing() -> None:
         assert manager.get_block_ids("r") == ([], [])
 
 
-def test_asked_for_prefix_caching_ours_hits_nothing() -> None:
+def test_nothing_is_hit_if_prefix_caching_is_requested() -> None:
     manager = KVSetup(WHISPER, 100).build(KVCacheManager)
     for name in "ab":
         req = new_request(name, 40)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base's KV cache manager and ours, driven by the same random programs.
+"""The same random programs drive base's KV cache manager and the hybrid manager.
 
-As long as nothing has been evicted they must show exactly the same after every operation:
+As long as nothing has been evicted, both must return exactly the same after every operation:
 hits, junctions, null patterns, which blocks requests share, admissions, preemptions, free
-blocks, usage, estimates, statistics and events. Once pools are so small that cached blocks
-are evicted, the two may decide differently, because ours evicts the blocks of a type's groups as
-one; then each follows its own decisions and is checked against the model of
+blocks, usage, estimates, statistics and events. In pools so small that cached blocks are evicted,
+the two may decide differently, because the hybrid manager evicts the blocks of a type's groups as
+one. Then each follows its own decisions and is checked against the model of
 `support.manager_model`.
 
-The default run takes about two minutes and is the same every time. For more, and other,
+The default run takes about two minutes and is the same every time. To run more and other
 programs:
 
     HYBRID_KV_EXAMPLES=5000 pytest -s tests/v1/core/hybrid/test_differential.py
@@ -35,7 +35,7 @@ JUNCTION = Program(
     (("serve", 0, 2), ("serve", 1, 2), ("serve", 2, 2)),
 )
 
-#: Every operation of the driver; each must have taken effect in a run.
+#: All operations of the driver. Each must take effect in a run.
 OPERATIONS = {
     "add",
     "decode",
@@ -67,9 +67,9 @@ def report(name: str, totals: Totals, operations: set[str] = OPERATIONS) -> None
 
 
 def test_ample_pools() -> None:
-    """All that fits: hardly anything is evicted, and all observations are equal."""
+    """Everything fits, so hardly anything is evicted, and all observations are equal."""
     totals = explore(programs(), lambda program: run_program(program, KVCacheManager), 160)
-    # Random programs meet a junction so seldom that one is given.
+    # Random programs rarely reach a junction, so one program has a junction.
     totals.add(run_program(JUNCTION, KVCacheManager))
     report("ample pools", totals)
     assert min(totals.junctions) > 0
@@ -77,7 +77,7 @@ def test_ample_pools() -> None:
 
 
 def test_tight_pools() -> None:
-    """From barely one request to a few: both stay safe. Hit tokens are shown, not judged."""
+    """Pools for one to a few requests: both managers stay safe. Hit tokens are only printed."""
     totals = explore(
         programs(tight=True), lambda program: run_program(program, KVCacheManager), 250
     )
@@ -88,7 +88,7 @@ def test_tight_pools() -> None:
 
 
 def test_types_of_one_group_evict_as_base_does() -> None:
-    """Where each type has one group, a grouped block is a block: equal to the end."""
+    """If each type has one group, a grouped block is one block: the runs are equal to the end."""
     kinds = attention_kinds().map(
         lambda kinds: tuple(replace(kind, num_groups=1) for kind in kinds)
     )
@@ -102,7 +102,7 @@ def test_types_of_one_group_evict_as_base_does() -> None:
     assert totals.compared == totals.ops
 
 
-#: Too seldom for a short run, or not possible with states.
+#: Too rare for a short run, or impossible with states.
 SELDOM = {"return_blocks", "session"}
 
 
@@ -120,7 +120,7 @@ def test_states(tight: bool) -> None:
 
 
 def test_base_agrees_with_itself() -> None:
-    """The driver itself: it is deterministic, and base passes its checks."""
+    """The driver is deterministic, and base passes its checks."""
     totals = explore(
         programs(tight=True),
         lambda program: run_program(program, BaseKVCacheManager, exact=True),
@@ -132,7 +132,7 @@ def test_base_agrees_with_itself() -> None:
     assert totals.evictions[0] == totals.evictions[1] > 0
 
 
-# The checks themselves must find faults, or passing them means nothing.
+# If the checks did not find faults, passing them would mean nothing.
 
 PLANS = (RequestPlan(((0, 40),)), RequestPlan(((0, 24), (1, 30))))
 OPS = (

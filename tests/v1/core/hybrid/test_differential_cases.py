@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of operations with values worked out by hand, for base's manager and ours.
+"""Sequences of operations with values worked out by hand, for base's and the hybrid manager.
 
-That base passes shows that the values are base's behaviour; that ours does, that it is the
-same. Blocks hold 16 tokens unless said otherwise. A prompt of 100 tokens then has 6 full blocks
-and one begun; resent, it can be hit up to token 96, since its last token is computed anew.
+Base passes, so the values are base's behaviour. The hybrid manager passes, so it behaves like
+base. Blocks hold 16 tokens unless said otherwise. A prompt of 100 tokens then has 6 full blocks
+and a partly filled one. If it is sent again, it can be hit up to token 96, because its last token
+is computed again.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 Path = tuple[tuple[int, int], ...]
 
 
-@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "ours"])
+@pytest.fixture(params=[BaseKVCacheManager, KVCacheManager], ids=["base", "hybrid"])
 def manager_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -35,7 +36,7 @@ def drive(
 
 
 def serve(driver: ManagerDriver, plan: int, num_tokens: int = 0) -> Observation:
-    """Serve a request of the plan; what its admission showed."""
+    """Serve a request of the plan; returns the observations at its admission."""
     return driver.apply(("serve", plan, num_tokens))["steps"][0]
 
 
@@ -58,7 +59,7 @@ def test_gemma_like(manager_class: Any) -> None:
     assert seen["new_blocks"] == [7] * 6
     assert seen["free"] == 999 - 7 * 6
     assert driver.apply(("process", 0))["cached"] == 96
-    # The query at 100 reads back to token 68: blocks 0 to 3 of the five window groups go.
+    # The query at 100 reads back to token 68: the five window groups release blocks 0 to 3.
     seen = driver.apply(("run", 0, 1))
     assert seen["nulls"] == [[]] + [[0, 1, 2, 3]] * 5
     assert seen["new_blocks"] == [0] * 6
@@ -74,12 +75,12 @@ def test_gemma_like(manager_class: Any) -> None:
 
 
 def test_sliding_window_only(manager_class: Any) -> None:
-    # A window of 20 reads at most two blocks below a boundary; all blocks can serve.
+    # A window of 20 reads at most two blocks before a boundary. All blocks can serve a hit.
     driver = drive(manager_class, (sliding(20, 16),), ((0, 50),), ((0, 32), (1, 8)))
     serve(driver, 0)
     assert look_up(driver, 0) == (48, 0, [[0]])
     assert look_up(driver, 1) == (32, 0, [[]])
-    # Retention 0 keeps what a resend needs before token 48, and nothing for others.
+    # Retention 0 keeps the blocks before token 48 for a resend, and nothing for other prompts.
     driver = drive(manager_class, (sliding(20, 16),), ((0, 50),), ((0, 32), (1, 8)), retention=0)
     serve(driver, 0)
     assert look_up(driver, 0) == (48, 0, [[0]])
@@ -87,13 +88,13 @@ def test_sliding_window_only(manager_class: Any) -> None:
 
 
 def test_two_windows_without_full_attention(manager_class: Any) -> None:
-    # They need one block and three blocks below a boundary.
+    # The windows need one block and three blocks before a boundary.
     kinds = (sliding(17, 16), sliding(49, 16))
     driver = drive(manager_class, kinds, ((0, 100),), ((0, 70), (1, 9)))
     serve(driver, 0)
     assert look_up(driver, 0) == (96, 0, [[0, 1, 2, 3, 4], [0, 1, 2]])
     assert look_up(driver, 1) == (64, 0, [[0, 1, 2], [0]])
-    # Query 100 reads back to 84 and to 52: blocks 0 to 4, and 0 to 2, are given up.
+    # Query 100 reads back to 84 and to 52: blocks 0 to 4, and 0 to 2, are released.
     driver.apply(("process", 0))
     seen = driver.apply(("run", 0, 1))
     assert seen["nulls"] == [[0, 1, 2, 3, 4], [0, 1, 2]]
@@ -102,7 +103,7 @@ def test_two_windows_without_full_attention(manager_class: Any) -> None:
 
 def test_window_types_lower_the_hit_in_turn(manager_class: Any) -> None:
     # Under retention 0 the first request keeps block 5 of window 17 and blocks 3 to 5 of 49.
-    # Window 49 comes first and finds block 3, but not the two blocks below it.
+    # Window 49 comes first and finds block 3, but not the two blocks before it.
     kinds = (sliding(49, 16), sliding(17, 16))
     driver = drive(manager_class, kinds, ((0, 100),), ((0, 64), (1, 36)), retention=0)
     serve(driver, 0)
@@ -143,7 +144,7 @@ def test_retention_needs_multiples_and_a_window(manager_class: Any) -> None:
 
 
 def test_unequal_block_sizes(manager_class: Any) -> None:
-    # Hits end at multiples of 32; the hashes are those of 16 tokens.
+    # Hits end at multiples of 32. There is a hash for every 16 tokens.
     for kinds in [(full(32), sliding(33, 16)), (sliding(33, 16), full(32))]:
         driver = drive(manager_class, kinds, ((0, 100),), ((0, 50),), ((0, 31), (1, 9)))
         serve(driver, 0)
@@ -206,7 +207,7 @@ def test_salts_adapters_and_images_do_not_share(manager_class: Any) -> None:
     ]
     driver = drive(manager_class, (full(16), sliding(17, 16)), *plans)
     hits = [serve(driver, plan)["hit"] for plan in range(len(plans))]
-    # Images begin in block 2; what is before them is shared.
+    # Images begin in block 2. The blocks before them are shared.
     assert hits == [0, 0, 0, 0, 0, 32, 32, 32, 0]
     hits = [serve(driver, plan)["hit"] for plan in range(len(plans))]
     assert hits == [64] * 8 + [0]
@@ -216,7 +217,7 @@ def test_duplicates_in_flight(manager_class: Any) -> None:
     driver = drive(manager_class, (full(16), sliding(100, 16, 2)), ((0, 64),), max_steps=2)
     for _ in range(2):
         driver.apply(("add", 0))
-    # Neither has a full block when the other looks, so both compute, and cache, all four.
+    # Neither has a full block at the other's lookup, so both compute and cache all four.
     assert driver.apply(("start", 0, 8))["hit"] == 0
     assert driver.apply(("start", 0, 8))["hit"] == 0
     driver.apply(("run", 0, 512))
@@ -236,7 +237,7 @@ def test_duplicates_in_flight(manager_class: Any) -> None:
 
 def test_admission(manager_class: Any) -> None:
     def admitted(plan: int, chunk: int, **setup: Any) -> list[bool]:
-        """With 100 of 160 tokens taken, whether ``plan`` is admitted; and alone."""
+        """Whether ``plan`` is admitted when 100 of 160 tokens are taken, and when it is alone."""
         paths = ((0, 100),), ((1, 40),), ((1, 60),)
         driver = drive(manager_class, (full(16),), *paths, num_blocks=11, **setup)
         serve(driver, 0)
@@ -269,7 +270,7 @@ def test_admission_counts_no_more_than_a_window_recycles(manager_class: Any) -> 
 
 def test_steps_in_flight_hold_their_window(manager_class: Any) -> None:
     def nulls(max_steps: int) -> list[int]:
-        """Window blocks given up when the third chunk of 16 is scheduled."""
+        """The window blocks that are released when the third chunk of 16 is scheduled."""
         driver = drive(manager_class, (sliding(17, 16),), ((0, 90),), max_steps=max_steps)
         driver.apply(("add", 0))
         driver.apply(("start", 0, 16))
@@ -315,7 +316,7 @@ def test_events(manager_class: Any) -> None:
     assert third["parent_block_hash"] == first_hashes[-1]
     assert len(set(third["block_hashes"]) | set(first_hashes)) == 3
     assert seen["events"][0][0][1]["block_hashes"] == third["block_hashes"]
-    # A request that asks for full reports has its hits told again.
+    # For a request with full reports, hits are published as if they were stored again.
     serve(driver, 1)
     seen = driver.apply(("serve", 1, 0))
     assert seen["steps"][0]["hit"] == 8
@@ -350,7 +351,7 @@ def test_streaming_session(manager_class: Any) -> None:
 
 
 def test_each_turn_of_a_session_keeps_its_end(manager_class: Any) -> None:
-    # Windows are cached before the end of a prompt only, and the prompt grows.
+    # Windows are cached only before the end of a prompt, and the prompt grows.
     driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 60),), retention=0)
     serve(driver, 0, 20)
     assert driver.running[0].request.num_computed_tokens == 79
@@ -391,5 +392,5 @@ def test_events_of_a_prompt_that_ends_inside_a_block_are_left_to_base() -> None:
     assert look_up(driver, 0)[0] == 32
     with pytest.raises(ValueError, match="parts of blocks"):
         drive(KVCacheManager, kinds, events=True)
-    # Without the larger full-attention block there are no parts.
+    # Without the larger full-attention block, no part of a block is published.
     drive(KVCacheManager, (full(16), sliding(33, 32)), events=True)

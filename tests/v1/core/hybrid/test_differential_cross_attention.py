@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder-decoder models on base's manager and ours, driven by the same random programs.
+"""The same random programs on base's manager and the hybrid manager, with encoders.
 
 Nothing is cached, so nothing is ever evicted, and the two must agree to the end.
 """
@@ -26,7 +26,7 @@ def run_exactly(program: Program, candidate: Any = KVCacheManager) -> Totals:
 def test_random_programs(tight: bool, examples: int) -> None:
     totals = explore(encoder_decoder_programs(tight=tight), run_exactly, examples)
     print(f"\ntight={tight}: {totals}")
-    # How long programs get depends on what else is imported; each has some.
+    # The length of programs depends on the imported modules. Each program has operations.
     assert totals.compared == totals.ops >= 10 * totals.programs
     assert min(totals.slots_checked) > 0
     assert totals.hits == totals.evictions == [0, 0]

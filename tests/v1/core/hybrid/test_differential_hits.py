@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit tokens of base's manager and ours on the same workload, with a pool that is too small.
+"""Hit tokens of base's and the hybrid manager on the same workload, in a pool that is too small.
 
-Conversations grow from a few shared prefixes and come back with falling frequency. Base evicts
-a type's physical blocks one by one, ours evicts them together, so the two keep different
-prefixes. Every hit of both is verified, as in test_differential.py.
+Conversations grow from a few shared prefixes and return with decreasing frequency. Base evicts a
+type's physical blocks one by one, and the hybrid manager evicts them together, so the two keep
+different prefixes. Every hit of both is verified, as in test_differential.py.
 """
 
 import random
@@ -79,9 +79,9 @@ def test_hit_tokens_with_eviction() -> None:
                 fewer = "  (fewer)" if ours < base else ""
                 print(
                     f"{name}, retention {retention}, workload {seed}: "
-                    f"{base:,} hit tokens with base, {ours:,} with ours{fewer}"
+                    f"{base:,} hit tokens with base, {ours:,} with the hybrid manager{fewer}"
                 )
-    print(f"all: {total[0]:,} hit tokens with base, {total[1]:,} with ours")
-    print(f"all: {evicted[0]:,} blocks evicted with base, {evicted[1]:,} with ours")
+    print(f"all: {total[0]:,} hit tokens with base, {total[1]:,} with the hybrid manager")
+    print(f"all: {evicted[0]:,} blocks evicted with base, {evicted[1]:,} with the hybrid manager")
     assert min(evicted) > 0
     assert 0 < total[0] <= total[1]

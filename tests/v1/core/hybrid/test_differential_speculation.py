@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base's KV cache manager and ours under speculative decoding, driven by the same programs.
+"""The same programs on base's and the hybrid manager under speculative decoding.
 
-Drafts are accepted and rejected, drafters look ahead, and those that read hidden states (EAGLE,
-MTP) leave out the last block of a hit. As in `test_differential`, all that is shown must be
-equal until something is evicted, and safe from then on.
+Drafts are accepted and rejected, and drafters need lookahead slots. Drafters that read hidden
+states (EAGLE, MTP) drop the last block of a hit. As in `test_differential`, all observations must
+be equal until something is evicted, and hits must be safe afterwards.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ def speculating(draw: st.DrawFn, one_block_size: bool = False, **kwargs: object)
     if drafter == "ngram":
         setup = replace(setup, num_lookahead=0)
     if drafter in ("eagle", "mtp"):
-        # Base flags the drafter's groups where it can tell them, and else all.
+        # Base flags the drafter's groups if it can identify them, and otherwise all groups.
         num_kinds = len(setup.kinds)
         flagged = draw(st.sampled_from([set(), {num_kinds - 1}, set(range(0, num_kinds, 2))]))
         lookahead = 1 if drafter == "eagle" else min(num_drafts, setup.scheduler_block_size)
@@ -49,7 +49,7 @@ def as_draft(kind: AttentionKind, lookahead: int) -> AttentionKind:
     if kind.kind == "chunked":  # base takes none with EAGLE
         kind = replace(kind, kind="sliding")
     if kind.kind == "sliding":
-        # Base asks a window of one token for a block too many once it looks a second time.
+        # In its second lookup, base needs one block too many for a window of one token.
         kind = replace(kind, retained=lookahead - 1, window=max(kind.window or 0, 2))
     return kind
 
@@ -86,7 +86,7 @@ def test_tight_pools() -> None:
 
 
 def test_unequal_block_sizes_are_safe() -> None:
-    """Base loses some hits then, and caches parts of blocks: nothing is compared."""
+    """Base loses some hits here and caches parts of blocks, so nothing is compared."""
     totals = explore(
         speculating(), lambda program: run_program(program, KVCacheManager, compare=False), 40
     )

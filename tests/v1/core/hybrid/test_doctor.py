@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor, as a user runs it; on models of which there is only a configuration."""
+"""The doctor as a user runs it, on models that have only a configuration."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from vllm.v1.core.hybrid.doctor.model import _layers
 MODULE = [sys.executable, "-m", "vllm.v1.core.hybrid"]
 SCRIPT = [str(Path(sys.executable).with_name("vllm-hybrid-kv"))]
 
-# Several commands in one process: importing vLLM is most of the work.
+# Several commands run in one process, because importing vLLM takes most of the time.
 RUN_ALL = """
 import contextlib, io, json, sys
 from vllm.v1.core.hybrid.__main__ import main
@@ -90,7 +90,7 @@ def results(tmp_path_factory):
 
 
 def model_part(results, case: str) -> tuple[int, list[str]]:
-    """Exit status, and what was said about the model, without the table's ruler."""
+    """Exit status, and the lines about the model without the table's ruler."""
     status, out, err = results[case]
     assert err == ""
     lines = squeeze(out)
@@ -125,7 +125,7 @@ def test_parallel_ranks_have_the_same_groups(results):
 
 
 def test_other_flags_of_vllm_serve_change_nothing(results):
-    """Speculation from n-grams among them: it has no layers of its own."""
+    """For example n-gram speculation, which has no layers."""
     assert results["as vllm serve"] == results["gemma3"]
 
 
@@ -191,7 +191,7 @@ def test_mamba(results):
         ("off", "hybrid_kv.enabled is false in --additional-config"),
     ],
 )
-def test_what_else_is_sent_to_base(results, case, reason):
+def test_base_serves_other_models(results, case, reason):
     status, lines = model_part(results, case)
     assert status == 1
     assert lines[-1] == f"Hybrid KV cache: using base vLLM's manager, because {reason}"
@@ -202,18 +202,18 @@ def test_what_else_is_sent_to_base(results, case, reason):
     [
         (
             "error",
-            "the hybrid KV cache does not cover prefix hits inside of a Mamba block (prefix match "
+            "the hybrid manager does not cover prefix hits inside of a Mamba block (prefix match "
             "unit 64) yet",
         ),
         ("bad option", "hybrid_kv.enabled must be true or false, got 3"),
         ("bad value", "max_model_len (1000000)"),
-        ("flags only", "MODEL is missing"),
-        ("no such path", "MODEL must be a local folder with a config.json or*, got '*nowhere'"),
-        ("no config", "MODEL must be a local folder with a config.json or such a file*empty'"),
+        ("flags only", "MODEL must be given together with flags"),
+        ("no such path", "MODEL must be a config.json or a local folder*, got '*nowhere'"),
+        ("no config", "MODEL must be a config.json or a local folder that has one*empty'"),
         ("unknown architecture", "model type `no`"),
     ],
 )
-def test_what_vllm_would_not_start_with_is_one_line(results, case, message):
+def test_what_keeps_vllm_from_starting_is_reported_in_one_line(results, case, message):
     status, _, err = results[case]
     assert status == 2
     (line,) = err.splitlines()

@@ -90,7 +90,7 @@ def test_an_uncovered_feature_can_be_made_an_error(log, engine):
     with pytest.raises(ValueError) as error:
         GEMMA.build(create_kv_cache_manager, dcp_world_size=2)
     assert str(error.value) == (
-        "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid KV cache does not "
+        "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid manager does not "
         "cover decode context parallelism (world size 2) yet; with 'fallback', base vLLM's manager "
         "serves it"
     )
@@ -110,7 +110,7 @@ def test_integrity_checks_are_an_option(monkeypatch, engine, check):
 def test_arguments_may_be_positional(log):
     config = GEMMA.kv_cache_config()
     assert type(create_kv_cache_manager(config, 512, 128, 128)) is KVCacheManager
-    # The seventh is use_eagle, and enable_kv_cache_events is the tenth.
+    # Argument 7 is use_eagle, and argument 10 is enable_kv_cache_events.
     positional = create_kv_cache_manager(config, 512, 128, 128, 64, True, True)
     assert type(positional) is KVCacheManager and positional.use_eagle
     rest = (False, 0, False, True)
@@ -134,7 +134,7 @@ def test_an_unexpected_error_in_our_manager_is_not_hidden(monkeypatch, log):
 
 
 def test_the_scheduler_tells_the_factory_its_engine(monkeypatch):
-    """The wrapper around Scheduler.__init__, with all the ways to pass the configuration."""
+    """Tests the wrapper around Scheduler.__init__ with all ways to pass the configuration."""
     seen = []
 
     def init(self, vllm_config, kv_cache_config=None, **kwargs):

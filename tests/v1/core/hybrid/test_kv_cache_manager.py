@@ -24,7 +24,7 @@ def free(manager: KVCacheManager, *requests: Request) -> None:
         manager.check_integrity()
 
 
-def test_it_has_what_base_has():
+def test_it_has_the_public_methods_and_attributes_of_base():
     """Every public method and attribute of base's manager, with base's parameters."""
     ours, base = make_manager(), KVSetup(GEMMA, 1000).build(BaseKVCacheManager)
     for name in dir(base):
@@ -42,7 +42,7 @@ def test_it_has_what_base_has():
     assert [(p.name, p.default) for p in constructor] == [
         (p.name, p.default) for p in ours_takes if p.kind is not p.KEYWORD_ONLY
     ]
-    # And two of our own.
+    # Two parameters exist only here.
     assert [(p.name, p.default) for p in ours_takes if p.kind is p.KEYWORD_ONLY] == [
         ("verify_every_step", False),
         ("is_covered", False),
@@ -94,7 +94,7 @@ def test_tokens_in_flight_delay_the_release():
     assert held_pattern(manager, req) == ["xxxx"] + [".xxx"] * 5
 
 
-def test_the_window_of_a_finished_prompt_s_last_token_is_kept_for_who_loads_it():
+def test_the_window_of_the_last_token_of_a_finished_prompt_is_kept_for_its_decoder():
     manager = make_manager()
     first = request("first", (1, 64))
     prefill(manager, first)
@@ -108,7 +108,7 @@ def test_the_window_of_a_finished_prompt_s_last_token_is_kept_for_who_loads_it()
 
 
 def test_a_session_that_comes_back_makes_room_for_itself():
-    """What its last input pushed out of the window is released before its next one is counted."""
+    """Blocks that left the window are released before the next input is counted."""
     manager = make_manager(15, kinds=(sliding(17, 16, 2),), max_chunk=64)
     req = request("session", (1, 128))
     assert manager.allocate_slots(req, 64, full_sequence_must_fit=True) is not None
@@ -164,12 +164,12 @@ def test_sparse_retention_keeps_the_end_of_the_prompt_and_junctions():
     first = request("a", (1, 160))
     prefill(manager, first)
     free(manager, first)
-    # The window type has kept only the end of the first prompt: 64 shared tokens miss, ...
+    # The window type has kept only the end of the first prompt, so 64 shared tokens miss, ...
     second = request("b", (1, 64), (2, 96))
     assert manager.get_computed_blocks(second)[1:] == (0, 64)
     assert prefill(manager, second) == 0
     free(manager, second)
-    # ... but the second request has pinned the junction for the third.
+    # ... but the second request has cached its window at the junction for the third.
     assert prefill(manager, request("c", (1, 64), (3, 96))) == 64
     assert prefill(manager, request("d", (1, 160))) == 144
 
@@ -192,7 +192,7 @@ def test_a_refused_request_leaves_its_hit_evictable():
     prefill(manager, a)
     free(manager, a)
     prefill(manager, b)
-    # The hit's 2 + 5 * 2 blocks count as taken: 12 + 6 * 2 > 18.
+    # The 2 + 5 * 2 blocks of the hit do not count as free: 12 + 6 * 2 > 18.
     c = request("c", (1, 32), (3, 32))
     assert manager.get_computed_blocks(c)[1] == 32
     assert prefill(manager, c) is None
@@ -201,7 +201,7 @@ def test_a_refused_request_leaves_its_hit_evictable():
 
 
 def test_hits_of_all_types_are_adopted_before_any_type_allocates():
-    # Room for one request: the allocation has to evict, but not what the request hits.
+    # The pool has room for one request: the allocation evicts, but not the request's own hit.
     manager = make_manager(kinds=(sliding(33, 16), full(16)), num_blocks=1 + 8)
     a = request("a", (1, 64))
     prefill(manager, a)
@@ -336,7 +336,7 @@ def test_features_that_are_not_covered_are_refused(changes):
         KVSetup(GEMMA, 100).build(KVCacheManager, **changes)
 
 
-def test_a_manager_is_gone_with_its_last_reference():
+def test_a_manager_is_deleted_with_its_last_reference():
     manager = make_manager()
     req = request("r", (1, 40))
     prefill(manager, req)
@@ -347,7 +347,7 @@ def test_a_manager_is_gone_with_its_last_reference():
         assert gone() is None, "a cycle would keep all block tables until a garbage collection"
     finally:
         gc.enable()
-    with pytest.raises(ReferenceError, match="the KV cache manager is gone"):
+    with pytest.raises(ReferenceError, match="the KV cache manager no longer exists"):
         allocate_slots(req, 100)
 
 
@@ -355,7 +355,7 @@ def test_a_manager_is_gone_with_its_last_reference():
     ("arguments", "keywords"),
     [((), {}), ((0,), {}), ((-1,), {}), (("1",), {}), ((1,), {"num_lookahead_tokens": None})],
 )
-def test_what_the_gate_does_not_understand_reaches_the_method(arguments, keywords):
+def test_calls_that_the_gate_does_not_handle_reach_the_method(arguments, keywords):
     manager = make_manager()
     req = request("r", (1, 40))
     prefill(manager, req)
@@ -367,7 +367,7 @@ def test_what_the_gate_does_not_understand_reaches_the_method(arguments, keyword
     assert manager.allocate_slots(req, 1) is not None
 
 
-def test_a_subclass_is_asked_in_every_step():
+def test_a_method_of_a_subclass_is_called_in_every_step():
     asked = []
 
     class Asked(KVCacheManager):

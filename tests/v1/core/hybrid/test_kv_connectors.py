@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What KV connectors need of the manager: slots for loads, block ids, and when to cache.
+"""What KV connectors need from the manager: slots for loads, block ids, and when to cache.
 
-By hand where the numbers say something, and against base's manager for random loads. Unless
-said otherwise as in test_kv_cache_manager: one full-attention group and five of window 33.
+Most tests have values worked out by hand; random loads are compared with base's manager. Unless
+said otherwise, the model is that of test_kv_cache_manager: one full-attention group and five
+groups of window 33.
 """
 
 import random
@@ -24,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 
 def begin_load(manager: Any, req: Request, num_external: int, **changes: Any) -> int | None:
-    """Give a request slots for what a load brings; the length of its hit, or None if refused."""
+    """Give a request slots for a load. Returns the length of its hit, or None if refused."""
     blocks, num_hit, _, diverged = manager.get_computed_blocks_for_connector(req)
     assert not diverged
     new = manager.allocate_slots(
@@ -45,7 +46,7 @@ def begin_load(manager: Any, req: Request, num_external: int, **changes: Any) ->
 
 
 def end_load(manager: Any, req: Request) -> None:
-    """As base's scheduler does: what was loaded is cached, and the last token computed anew."""
+    """Like base's scheduler, cache the loaded tokens and compute the last token again."""
     manager.cache_blocks(req, req.num_computed_tokens)
     check(manager)
     req.num_computed_tokens = min(req.num_computed_tokens, req.num_tokens - 1)
@@ -57,7 +58,7 @@ def test_a_load_beside_the_steps():
     first, second = request("first", (1, 90)), request("second", (1, 90))
 
     assert begin_load(manager, first, 64) == 0
-    # Of a window only what the token after the load reads.
+    # A window gets only the blocks that the token after the load reads.
     assert held_pattern(manager, first) == ["xxxx"] + ["..xx"] * 5
     assert manager.block_pool.get_num_free_blocks() == 999 - 4 - 10
     assert manager.get_computed_blocks(second)[1] == 0
@@ -77,7 +78,7 @@ def test_a_load_in_the_step_that_goes_on_from_it():
     check(manager)
     assert new is not None
     assert held_pattern(manager, first) == ["xxxxxx"] + ["..xxxx"] * 5
-    # What is loaded within the step can be read in it.
+    # Tokens that are loaded within the step can be read in the same step.
     assert manager.get_computed_blocks(request("second", (1, 90)))[1] == 80
 
 
@@ -88,7 +89,7 @@ def test_a_load_after_a_hit():
     first.num_computed_tokens = 60
 
     assert begin_load(manager, second, 48) == 48
-    # The window that the hit needed is out of the one that the load needs.
+    # The window before the hit's end lies before the window that the load needs.
     assert held_pattern(manager, second) == ["xxxxxx"] + ["....xx"] * 5
     blocks = manager.get_blocks("second").get_unhashed_block_ids_all_groups()
     assert blocks == [
@@ -99,7 +100,7 @@ def test_a_load_after_a_hit():
 
 
 def test_a_load_of_the_whole_prompt_keeps_what_the_last_token_reads():
-    """It is computed anew. At 64 tokens it reads 31 to 63, the next one 32 to 64."""
+    """It is computed again. At 64 tokens it reads 31 to 63; the next token reads 32 to 64."""
     manager = make_manager()
     first = request("first", (1, 64))
 
@@ -125,7 +126,7 @@ def test_a_load_of_the_rest_of_a_prompt_keeps_what_the_last_token_reads_of_the_h
 
 
 def test_a_load_of_a_prompt_of_one_token():
-    """Nothing is left computed then, so that base's scheduler looks the request up again."""
+    """No computed token is left, so base's scheduler looks the request up again."""
     manager = make_manager()
     first = request("first", (1, 1))
     assert begin_load(manager, first, 1) == 0
@@ -138,7 +139,7 @@ def test_a_load_of_a_prompt_of_one_token():
 
 
 def test_a_load_that_fails():
-    """Of nothing, and of all but the first two blocks."""
+    """Either nothing is loaded, or only the first two blocks."""
     manager = make_manager(kinds=(full(16),))
     first, second = request("first", (1, 90)), request("second", (1, 90))
     begin_load(manager, first, 80)
@@ -155,7 +156,7 @@ def test_a_load_that_fails():
 
 
 def test_blocks_of_a_load_are_not_zeroed():
-    """But those of groups that it leaves out are, and those that come after it."""
+    """Blocks of groups that the load leaves out are zeroed, and so are later blocks."""
     manager = make_manager(kinds=(full(16), sliding(33, 16, 2, dtype="float32")))
     first = request("first", (1, 90))
     begin_load(manager, first, 64, skip_zeroing_group_ids=(0, 2))
@@ -202,19 +203,19 @@ def test_blocks_as_a_connector_looks_at_them():
     "manager_cls", [BaseKVCacheManager, KVCacheManager], ids=["base", "hybrid"]
 )
 def test_what_a_drafter_reads_again_is_kept_of_a_load(manager_cls: Any) -> None:
-    """Of two modules: as much as a hit at the load's end needs."""
+    """With two modules, a load keeps as much as a hit at the load's end needs."""
     kinds = (full(16, draft=True), sliding(33, 16, 2, retained=1))
     manager = make_manager(2000, manager_cls, kinds=kinds, use_eagle=True, prefill_lookahead=2)
     first = request("first", (1, 440))
     assert begin_load(manager, first, 432) == 0
-    # 432 - 32 - 1 tokens are skipped, of 25 blocks all but the last.
+    # 432 - 32 - 1 tokens are skipped: all of 25 blocks except the last.
     assert held_pattern(manager, first)[1] == "." * 24 + "xxx"
 
 
 def test_offloading_is_not_divided_by_the_number_of_groups():
-    """A key is of one group in base, and takes no more than a block of that group.
+    """In base, a key belongs to one group and takes only one block of that group.
 
-    So memory on the host holds as many physical blocks as equally much on the device.
+    So memory on the host holds as many physical blocks as the same amount of device memory.
     """
     memory = 64 << 20
     config = make_vllm_config(OracleSettings(), block_size=16, num_blocks=1)
@@ -243,11 +244,11 @@ KINDS = {
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_random_loads_as_with_base(kinds: Any) -> None:
-    """Equal answers, free blocks, null blocks and hits, whatever is loaded after whatever hit."""
+    """Answers, free blocks, null blocks and hits are equal for random loads after random hits."""
     rng = random.Random(4)
     num_refused = num_loads = 0
     for num_blocks in (40, 4000):
-        # Base publishes parts of large full-attention blocks, too.
+        # Base also publishes parts of large full-attention blocks.
         events = {"enable_kv_cache_events": len({kind.block_size for kind in kinds}) == 1}
         setup = KVSetup(kinds, num_blocks, retention=None)
         managers = [setup.build(cls, **events) for cls in (BaseKVCacheManager, KVCacheManager)]
@@ -299,7 +300,7 @@ def test_random_loads_as_with_base(kinds: Any) -> None:
             assert seen[0] == seen[1]
             if not seen[0][1]:
                 alive.append(requests)
-            # In a small pool nothing is evicted that could be hit, as long as nobody leaves it.
+            # As long as no request ends, even a small pool evicts no block that could be hit.
             if num_blocks > 100 and len(alive) > 5:
                 for manager, req in zip(managers, alive.pop(rng.randrange(5)), strict=True):
                     manager.free(req)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Managers and coordinators alone: hits, releases and what is cached, by hand."""
+"""Managers and coordinators on their own: hits, releases and caching, by hand."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_full_attention_hits_up_to_the_first_miss(kind):
         (33, (0, 1, 2, 3), 79, (64, ["..xx"])),
         (33, (0, 2, 3), 79, (64, ["..xx"])),
         (33, (0, 1, 3), 79, (32, ["xx"])),
-        # The beginning of the sequence needs no more than there is.
+        # At the beginning of the sequence, only the existing blocks are needed.
         (33, (0, 3), 79, (16, ["x"])),
         (33, (1, 3), 79, (0, [""])),
         # One token more reaches into a third block.
@@ -66,15 +66,15 @@ def test_sliding_window_hits_need_the_window_before_the_boundary(
 @pytest.mark.parametrize(
     ("chunk", "cached", "max_tokens", "expected"),
     [
-        # Chunks of four blocks: a hit needs its own chunk up to there.
+        # Chunks of four blocks: a hit needs the blocks of its own chunk up to the boundary.
         (64, (4, 5), 100, (96, ["....xx"])),
         (64, (4, 6), 120, (80, ["....x"])),
-        # Where a chunk begins nothing is needed.
+        # Where a chunk begins, no block is needed.
         (64, (0, 1, 5), 100, (64, ["...."])),
         (64, (), 64, (64, ["...."])),
         (64, (0, 1, 3), 63, (32, ["xx"])),
         (64, (1, 2), 63, (0, [""])),
-        # A chunk that begins inside of a block needs all of it.
+        # A chunk that begins inside of a block needs the whole block.
         (40, (2, 3), 79, (64, ["..xx"])),
         (40, (0, 1, 3), 79, (32, ["xx"])),
         (40, (3,), 79, (0, [""])),
@@ -122,7 +122,7 @@ def test_types_are_looked_up_again_when_a_later_one_shortens_the_hit():
     coordinator = make_coordinator(sliding(33, 16), sliding(17, 16))
     cache(coordinator, 0, 0, 1, 3, 4)
     cache(coordinator, 1, 1, 3)
-    # 80 for the first, 64 for the second, which the first refuses: it lacks block 2.
+    # The first type accepts 80, and the second 64. The first refuses 64, because it lacks block 2.
     assert hit_pattern(coordinator, 100) == (32, ["xx", ".x"])
     assert coordinator.find_hit(HASHES, 100).junction == 80
 
@@ -235,17 +235,17 @@ def test_a_step_takes_one_state_however_long_it_is():
 @pytest.mark.parametrize(
     ("retention", "num_tokens", "start", "end", "expected"),
     [
-        # The state after 32 tokens is written on the way, that after 40 at the end.
+        # The state after 32 tokens is written in the middle, and the state after 40 at the end.
         (0, 40, 0, 40, ".xx"),
         (0, 40, 16, 40, "xx"),
-        # One that ends at a boundary writes the state of the boundary before.
+        # A step that ends at a boundary writes the state of the previous boundary.
         (0, 48, 0, 48, ".xx"),
         # A step without a boundary between its first block and its last.
         (0, 40, 32, 40, "x"),
         (0, 16, 0, 16, "x"),
-        # A step that does not begin at a boundary cannot.
+        # A step that does not begin at a boundary cannot write it.
         (0, 40, 17, 40, "x"),
-        # Only the end of a prefill is worth it, unless all states are kept.
+        # Only the end of a prefill gets such a state, unless all states are kept.
         (0, 100, 0, 64, "...x"),
         (None, 100, 0, 64, "..xx"),
     ],

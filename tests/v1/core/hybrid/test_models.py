@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that the plugin adds to base's registry, and when it does not."""
+"""When the plugin adds models to base's registry, and when it does not."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ def test_switched_off_it_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (set(ModelRegistry.get_supported_archs()), set(_CONFIG_REGISTRY)) == names
 
 
-def test_an_architecture_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_architecture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(ModelRegistry.models, PLAMO2, (theirs := object()))
         plamo2.activate()
@@ -60,7 +60,7 @@ def test_an_architecture_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyP
         assert registered() == [theirs, None]
 
 
-def test_a_configuration_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_configuration_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Theirs(Plamo2Config):
         pass
 
@@ -73,7 +73,7 @@ def test_a_configuration_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyP
         assert registered() == [None, Theirs]
 
 
-def test_what_somebody_else_put_over_ours_stays() -> None:
+def test_what_another_plugin_replaces_later_stays() -> None:
     plamo2.activate()
     theirs = copy.copy(ModelRegistry.models[PLAMO2])
     ModelRegistry.models[PLAMO2] = theirs
@@ -88,7 +88,7 @@ def test_what_somebody_else_put_over_ours_stays() -> None:
 def test_a_published_configuration_is_read_without_remote_code(
     trust_remote_code: bool, tmp_path: Path
 ) -> None:
-    """It names some, which is not there, and must be neither asked for nor missed."""
+    """It names remote code, which does not exist here and must not be needed."""
     plamo2.activate()
     config = json.loads((checkpoints.tiny_plamo2() / "config.json").read_text())
     config["auto_map"] = {
@@ -102,7 +102,7 @@ def test_a_published_configuration_is_read_without_remote_code(
 
 
 def test_base_finds_out_what_the_model_is() -> None:
-    """From the file of the model, in a process of its own."""
+    """Base inspects the file of the model in a separate process."""
     plamo2.activate()
     model = ModelConfig(str(checkpoints.tiny_plamo2()), dtype="float32")
     assert model.architecture == PLAMO2
@@ -113,7 +113,7 @@ def test_base_finds_out_what_the_model_is() -> None:
 
 
 def test_the_model_stays_where_base_manages_its_cache() -> None:
-    """``enabled`` is an option of the KV cache manager alone."""
+    """``enabled`` is an option of only the KV cache manager."""
     plamo2.activate()
     options = {"hybrid_kv": {"enabled": False}}
     args = EngineArgs(str(checkpoints.tiny_plamo2()), dtype="float32", additional_config=options)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deliberate faults fit the sources.
+"""Each deliberate fault has its place in the sources.
 
-`python -m tools.mutation_check` runs the tests on each fault, which takes too long for here.
+`python -m tools.mutation_check` runs the tests on each fault, which takes too long here.
 """
 
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ def test_there_are_enough_faults_and_all_differ():
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
-def test_each_fault_has_its_place(mutant):
+def test_each_fault_has_exactly_one_place(mutant):
     original = ((ROOT if mutant.is_native else PACKAGE) / mutant.file).read_text()
     changed = with_fault(mutant, original)
     assert changed != original

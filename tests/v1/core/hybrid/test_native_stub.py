@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stub `_core.pyi` names the arguments of the native core as they are.
+"""The arguments in the stub `_core.pyi` are those of the native core.
 
 `make types` checks with mypy.stubtest that both have the same names and kinds of members; it
 cannot see the arguments of nanobind's functions.
@@ -38,7 +38,7 @@ def stub_arguments(node: ast.FunctionDef) -> list[tuple[str, Any]]:
 
 
 def native_arguments(signature: str, defaults: tuple[object, ...]) -> list[tuple[str, Any]]:
-    """The same of a nanobind signature, which writes a default as a backslash and its index."""
+    """The same for a nanobind signature, which writes a default as a backslash and its index."""
     node = ast.parse(f"{signature.replace(chr(92), '')}: ...").body[0]
     assert isinstance(node, ast.FunctionDef)
     return [
@@ -52,7 +52,7 @@ def test_functions_are_found():
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=name_of)
-def test_the_stub_has_the_arguments_of_the_native_core_and_alone_has_documentation(function):
+def test_the_stub_has_the_arguments_of_the_native_core_and_all_documentation(function):
     _, node = function
     native: Any = _core
     for name in name_of(function).split("."):

@@ -19,7 +19,7 @@ class OpaqueConfig:
 @pytest.mark.parametrize(
     "additional_config", [{}, {"other": {"enabled": 3}}, {"hybrid_kv": {}}, None, OpaqueConfig()]
 )
-def test_what_is_not_said_is_the_default(additional_config):
+def test_missing_options_have_their_defaults(additional_config):
     assert HybridKVOptions.from_additional_config(additional_config) == DEFAULTS
 
 
@@ -46,7 +46,7 @@ def test_options_are_read_from_the_engine_configuration():
         ([], "check_integrity, got []"),
     ],
 )
-def test_anything_else_is_an_error_in_one_line(values, message):
+def test_an_invalid_option_is_an_error_in_one_line(values, message):
     with pytest.raises(ValueError) as error:
         HybridKVOptions.from_additional_config({"hybrid_kv": values})
     text = str(error.value)

@@ -46,7 +46,7 @@ def make_engine(
     shuffle_groups: int | None = 0,
     **changes: Any,
 ) -> OracleEngine:
-    """An engine with a pool that holds everything, unless told otherwise."""
+    """An engine whose pool holds everything by default."""
     settings = replace(settings, **changes)
     num_blocks = extra_blocks + smallest_pool(
         kinds, settings.max_model_len, settings.max_in_flight_tokens
@@ -67,7 +67,7 @@ def test_prefix_hit(manager_cls: Any, pipeline: OracleSettings) -> None:
     engine.add_request(tokens(100), max_tokens=5)
     engine.run_until_done()
     assert engine.tokens_from_cache == 0
-    # 99 tokens may be hit, since one must be computed: 6 blocks.
+    # 99 tokens may be hit, because one must be computed: 6 blocks.
     engine.add_request(tokens(100), max_tokens=5)
     engine.run_until_done()
     assert engine.tokens_from_cache == 96
@@ -82,7 +82,7 @@ def test_prefix_hit(manager_cls: Any, pipeline: OracleSettings) -> None:
 
 
 def test_chunked_prefill(manager_cls: Any, pipeline: OracleSettings) -> None:
-    # Chunks of 7 tokens: their ends fall on all positions of a block.
+    # Chunks of 7 tokens end at all positions of a block.
     engine = make_engine(manager_cls, pipeline, max_num_batched_tokens=7, max_num_seqs=4)
     for i in range(3):
         engine.add_request(tokens(120, seed=i), max_tokens=4)
@@ -118,7 +118,7 @@ def test_priority_preempts_the_least_urgent(manager_cls: Any, pipeline: OracleSe
 
 
 def test_answers_end_while_steps_are_in_flight(manager_cls: Any, pipeline: OracleSettings) -> None:
-    # A stop token comes unforeseen: the request is in the next steps already.
+    # A stop token is not known in advance: the request is already in the next steps.
     engine = make_engine(manager_cls, pipeline, extra_blocks=20, vocab_size=64)
     for i in range(24):
         engine.add_request(tokens(10 + i, seed=i // 2), max_tokens=60, stop_tokens=range(6))
@@ -204,7 +204,7 @@ def test_duplicates_in_one_step(manager_cls: Any, pipeline: OracleSettings) -> N
     for _ in range(5):
         engine.add_request(tokens(50), max_tokens=20)
     engine.step()
-    # The first computes 50 tokens, the others share its 3 full blocks in the same step.
+    # The first request computes 50 tokens. The others share its 3 full blocks in the same step.
     assert engine.tokens_from_cache == 4 * 48
     engine.run_until_done()
     answers = [s.outputs for s in engine.submissions.values()]
@@ -225,7 +225,7 @@ def test_salts_and_adapters_do_not_share(
     manager_cls: Any, pipeline: OracleSettings, difference: PrefixIdentity
 ) -> None:
     engine = make_engine(manager_cls, pipeline)
-    # Running side by side, and again from the cache.
+    # The requests run at the same time, and again from the cache.
     others = PrefixIdentity(), PrefixIdentity(cache_salt="c"), PrefixIdentity(lora_name="adapter-2")
     for other in others:
         engine.add_request(tokens(50), 20, other)
@@ -263,12 +263,12 @@ def test_retention_with_shared_prefixes(
     for shared, seed in ((130, 1), (130, 2), (130, 3), (70, 4), (70, 5)):
         engine.add_request(tokens(shared) + tokens(40, seed=seed), max_tokens=20)
         engine.run_until_done()
-    # The second request finds nothing under sparse retention, but pins the junction.
+    # Under sparse retention the second request finds nothing, but caches the junction's window.
     assert engine.tokens_from_cache >= 128
     before = engine.tokens_from_cache
     engine.add_request(tokens(130) + tokens(40, seed=1), max_tokens=20)
     engine.run_until_done()
-    # The replay of a whole prompt is kept by every policy.
+    # Every retention setting keeps what a repeated prompt needs.
     assert engine.tokens_from_cache == before + 160
 
 
@@ -312,7 +312,7 @@ def test_requests_that_do_not_read_the_cache(manager_cls: Any, pipeline: OracleS
 
 
 def test_an_id_is_used_again_after_an_abort(manager_cls: Any) -> None:
-    # Only without steps in flight: else old output would reach the new request, in base too.
+    # Only without in-flight steps: otherwise old output would reach the new request, also in base.
     engine = make_engine(manager_cls)
     engine.add_request(tokens(50), max_tokens=30, req_id="again")
     for _ in range(4):
@@ -326,7 +326,7 @@ def test_an_id_is_used_again_after_an_abort(manager_cls: Any) -> None:
 @pytest.mark.parametrize("num_lookahead_tokens", [0, 3])
 @pytest.mark.parametrize("name", [n for n in PIPELINES if n != "pipeline parallel"])
 def test_speculative_decoding(manager_cls: Any, name: str, num_lookahead_tokens: int) -> None:
-    """Drafts from nothing but tokens; `test_oracle_speculation` has drafters with layers."""
+    """These drafts come only from tokens. `test_oracle_speculation` has drafters with layers."""
     pipeline = PIPELINES[name]
     engine = make_engine(
         manager_cls,

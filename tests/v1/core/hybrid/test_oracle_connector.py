@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connectors under the content oracle: loads that succeed and fail, and blocks sent on.
+"""KV connectors under the content oracle: loads that succeed or fail, and blocks that are sent.
 
-The simulated connector (`support.oracle.connector`) is the scheduler's own; it can load any
-prefix, in the step that goes on from it or beside the steps in flight. As long as nothing is
-evicted, both managers must come to the very same run.
+The scheduler creates the simulated connector (`support.oracle.connector`). It can load any prefix,
+within the step that continues from the prefix or beside in-flight steps. As long as nothing is
+evicted, the runs of both managers must be identical.
 """
 
 import random
@@ -51,7 +51,7 @@ MAX_MODEL_LEN = 240
 
 
 def operations(seed: int, count: int = 90) -> tuple[Operation, ...]:
-    # Base refuses to reset the cache beside a transfer.
+    # Base refuses to reset the cache during a transfer.
     mix = random_operations(random.Random(seed), count, MAX_MODEL_LEN)
     return tuple(op for op in mix if not isinstance(op, Reset))
 
@@ -73,7 +73,7 @@ def case(kinds: Any, pipeline: str, seed: int, extra_blocks: int = 0, **connecto
 
 
 def models_and_pipelines() -> Iterator[Any]:
-    """Each model with each pipeline, loads beside the steps and within them in turn."""
+    """Each model with each pipeline. Loads beside the steps and within steps take turns."""
     for i, (model, kinds) in enumerate(MODELS.items()):
         for j, pipeline in enumerate(PIPELINES):
             yield pytest.param(
@@ -95,7 +95,7 @@ def connector_of(engine: OracleEngine) -> Any:
 def test_the_same_as_base_in_a_large_pool(
     kinds: Any, pipeline: str, asynchronous: bool, seed: int
 ) -> None:
-    """Loads, some of which fail, and requests that are sent on: the same run, step by step."""
+    """With loads, failed loads and sent requests, both runs are identical, step by step."""
     one = case(
         kinds,
         pipeline,
@@ -119,7 +119,7 @@ def test_the_same_as_base_in_a_large_pool(
         for run in runs
     ]
     assert seen[0] == seen[1]
-    # Here also the window before the last token of a prompt that was just computed.
+    # This also covers the window before the last token of a prompt that was just computed.
     sent = [run.worker.connector.num_reads if run.worker.connector else 0 for run in runs]
     assert sent[0] <= sent[1]
     assert connector_of(runs[1]).num_tokens_loaded > 100
@@ -131,7 +131,7 @@ def test_the_same_as_base_in_a_large_pool(
     ("kinds", "pipeline", "asynchronous", "seed"), [*models_and_pipelines()][::2]
 )
 def test_small_pools(kinds: Any, pipeline: str, asynchronous: bool, seed: int) -> None:
-    """Room for one of the longest requests: transfers hold blocks while others are preempted."""
+    """The pool has room for one longest request: transfers hold blocks, others are preempted."""
     one = case(kinds, pipeline, seed, 2, asynchronous=asynchronous)
     run = run_case(HybridManager, one)
     assert connector_of(run).num_tokens_loaded > 20
@@ -140,7 +140,7 @@ def test_small_pools(kinds: Any, pipeline: str, asynchronous: bool, seed: int) -
 
 @pytest.mark.parametrize("pipeline", ["plain", "async", "pipeline parallel"])
 def test_blocks_that_failed_to_load_are_computed(pipeline: str) -> None:
-    """With one KV cache group a connector can tell which blocks it failed for."""
+    """With one KV cache group, a connector can report the blocks that it failed to load."""
     for seed in range(4):
         one = case((full(16),), pipeline, seed, ROOMY, fails=2, names_blocks=True)
         base, ours = (run_case(cls, one) for cls in (BaseManager, HybridManager))
@@ -186,7 +186,7 @@ def test_the_window_of_the_last_token_of_a_whole_prompt() -> None:
 def test_planted_faults_are_found(
     manager_cls: Any, fault: type, kinds: Any, connector: dict[str, Any]
 ) -> None:
-    """What would be wrong answers in a server, with either manager."""
+    """With either manager, these faults would give wrong answers in a server."""
     for seed in range(12):
         one = case(kinds, "plain", seed, ROOMY, whole_prompts=False, **connector)
         run_case(manager_cls, one)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder-decoder models, and models without any KV cache, under the content oracle.
 
-A request's encoder states are written in its first step, and all of them read in each of its
-steps. Nothing is ever cached, so both managers must come to the very same run.
+The first step of a request writes its encoder states, and each of its steps reads all of them.
+Nothing is ever cached, so the runs of both managers must be identical.
 """
 
 import random
@@ -58,7 +58,7 @@ from vllm.v1.request import Request
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
 
-#: Base cuts no prompt of such models into chunks, so a step takes the longest.
+#: Base does not chunk prompts of such models, so a step must hold the longest prompt.
 SETTINGS = OracleSettings(enable_prefix_caching=False, max_num_batched_tokens=512)
 ASYNC = {"async_scheduling": True, "steps_in_flight": 1}
 ROOMY = 1000
@@ -102,7 +102,7 @@ def kinds(request: pytest.FixtureRequest) -> tuple:
 
 
 def run_case(case: Case, check_integrity: bool = True) -> OracleEngine:
-    """Run a case with both managers; one that reads nothing of an encoder tells nothing."""
+    """Run a case with both managers. A case without encoder reads shows nothing and fails."""
     base = run_any_case(BaseManager, case, check_integrity)
     ours = run_any_case(HybridManager, case, check_integrity)
     assert ours.encoder_reads_checked == base.encoder_reads_checked > 0
@@ -114,7 +114,7 @@ def run_case(case: Case, check_integrity: bool = True) -> OracleEngine:
 
 
 def test_every_step_reads_all_of_the_encoder(pipeline: dict[str, Any]) -> None:
-    """One of 50 encoder tokens, and 5 steps; a later one of 100, and 3; one without."""
+    """Three requests: 50 encoder tokens and 5 steps; later 100 and 3; and one without any."""
     operations = (
         Add(tail=10, max_tokens=5, encoder=50),
         Run(9),
@@ -123,13 +123,13 @@ def test_every_step_reads_all_of_the_encoder(pipeline: dict[str, Any]) -> None:
     )
     settings = replace(SETTINGS, **pipeline)
     engine = run_case(Case((full(), cross(num_groups=2)), operations, settings, ROOMY))
-    # A third step in flight is scheduled before the end is known.
+    # A third in-flight step is scheduled before the end is known.
     extra = settings.steps_in_flight == 2
     assert engine.encoder_reads_checked == 2 * ((5 + extra) * 50 + (3 + extra) * 100)
 
 
 def test_preemption(kinds: tuple, some_pipeline: dict[str, Any]) -> None:
-    """Long requests in a pool for hardly more than one."""
+    """Long requests in a pool with room for little more than one."""
     operations = [Add(tail=60, max_tokens=90, encoder=60 + 8 * i) for i in range(5)]
     engine = run_case(Case(kinds, tuple(operations), replace(SETTINGS, **some_pipeline)))
     assert engine.num_preemptions > 0
@@ -173,7 +173,7 @@ def test_random(kinds: tuple, pipeline_name: str) -> None:
 
 
 def random_encoder_operations(rng: random.Random, count: int, max_model_len: int) -> tuple:
-    """With inputs of all lengths; rarely without any."""
+    """Encoder inputs have all lengths; a few requests have none."""
     operations = random_operations(rng, count, max_model_len, vary_identity=False)
     lengths = (0, 1, 16, 64, 100, rng.randint(1, 100))
     return tuple(
@@ -190,8 +190,8 @@ def test_the_longest_sequence_fills_the_smallest_pool() -> None:
 
 
 @pytest.mark.parametrize("pipeline_name", ["plain", "async"])
-def test_prefix_caching_asked_for(pipeline_name: str) -> None:
-    """Equal decoder prompts, as of all transcriptions: nothing is hit. Base's lookup raises."""
+def test_prefix_caching_is_requested(pipeline_name: str) -> None:
+    """Decoder prompts are equal, as in all transcriptions. Nothing is hit; base's lookup raises."""
     operations = (
         Add(tail=100, max_tokens=5, encoder=50),
         Run(9),
@@ -232,12 +232,12 @@ def exposing_case(seed: int) -> Case:
     ids=lambda fault: fault.__name__,
 )
 def test_planted_fault_is_found(manager_cls: Any, fault: type) -> None:
-    """Without checks of block tables: what is read and written must give it away."""
+    """Block tables are not checked here: the fault must show in reads and writes."""
     for seed in range(30):
         try:
             run_any_case(plant(fault, manager_cls), exposing_case(seed), False)
         except OracleFault:
-            # The fault, and not the case, was the reason.
+            # Without the fault, the case passes.
             run_case(exposing_case(seed), False)
             return
         except Exception:
@@ -253,7 +253,7 @@ def fails(
     message: str,
     check_held: bool = False,
 ) -> None:
-    """A case is fine, and a fault in it is found for this reason."""
+    """Assert that a case passes, and that a fault in it is found for this reason."""
     run_case(case)
     engine = make_engine(plant(fault, manager_cls), case, check_integrity=False)
     engine._check_held = check_held
@@ -287,7 +287,7 @@ def test_encoder_slots_that_are_missing(manager_cls: Any) -> None:
 
 
 def test_encoder_blocks_freed_too_early(manager_cls: Any) -> None:
-    """Found at once, in a pool where nobody takes the blocks; and where somebody does."""
+    """Found at once, whether or not another request takes the blocks."""
     fault = FreesTheEncodersBlocksAfterTheFirstStep
     fails(manager_cls, fault, PLAIN, InFlightFault, "the manager holds", check_held=True)
     fails(manager_cls, fault, replace(PLAIN, extra_blocks=0), OracleFault, "r0")
@@ -299,13 +299,13 @@ def test_the_encoder_blocks_from_before_a_preemption(manager_cls: Any) -> None:
     fails(manager_cls, KeepsEncoderBlocksAfterPreemption, case, OracleFault, "group")
 
 
-# Models without KV cache: sentence encoders and the like, which compute a prompt at once.
+# Models without KV cache, such as sentence encoders, which compute a prompt at once.
 
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("pipeline_name", ["plain", "async"])
 def test_a_model_without_kv_cache(pipeline_name: str, caching: bool) -> None:
-    """The pool has the null block only, and all are served; base agrees on what to do when."""
+    """The pool has only the null block. All requests are served, with the same steps as in base."""
     settings = replace(SETTINGS, **PIPELINES[pipeline_name], enable_prefix_caching=caching)
     settings = replace(settings, max_num_seqs=3)
     operations: list[Any] = []
@@ -325,10 +325,10 @@ def test_a_model_without_kv_cache(pipeline_name: str, caching: bool) -> None:
 
 @pytest.mark.parametrize("manager", [None, BaseManager], ids=["chosen by the plugin", "base"])
 def test_an_attention_free_model(manager: Any) -> None:
-    """As Prithvi asks: a token in place of an image of no tokens, and a tensor in return.
+    """Requests as for Prithvi: one placeholder token for an image, and a tensor as output.
 
-    Base's path for such models needs no more of its manager than that it gives no blocks; with
-    the plugin it is the hybrid manager.
+    Base's path for such models needs only a manager that gives no blocks. With the plugin, that is
+    the hybrid manager.
     """
     with plugin_state_restored():
         activate()

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("reads_are_checked")
 
 
 def exposing_case(seed: int) -> Case:
-    """A lively case with all features; a fault shows in at least one of a few dozen."""
+    """A random case with all features. A few dozen of them show each fault at least once."""
     rng = random.Random(seed)
     async_scheduling = rng.random() < 0.5
     settings = OracleSettings(
@@ -76,12 +76,12 @@ def test_planted_fault_is_found(manager_cls: Any, fault: type) -> None:
     faulty_cls = plant(fault, manager_cls)
     for seed in range(40):
         try:
-            # Without the manager's own check: the oracle alone must find it.
+            # The manager's own check is off, so the oracle alone must find the fault.
             run_case(faulty_cls, exposing_case(seed), check_integrity=False)
         except OracleFault:
             return
         except Exception:
-            # The manager or the scheduler tripped over it first.
+            # The manager or the scheduler raised first.
             continue
     pytest.fail(f"{fault.__doc__} The oracle does not notice.")
 
@@ -128,7 +128,7 @@ def test_a_fault_is_described() -> None:
     engine.add_request([1, 2], max_tokens=3)
     engine.step()
     engine.add_request([3, 4], max_tokens=3)
-    # Let only the second run, so that it is the first that reads what is not its own.
+    # Only the second request runs, so that it is the first to read foreign content.
     first = engine.scheduler.running.pop(0)
     engine.step()
     engine.scheduler.running = [first]
@@ -178,7 +178,7 @@ def test_sequences_agree_with_expected_tokens() -> None:
     rows = np.arange(len(identities))
     outputs = np.array([sequences.extend(rows) for _ in range(20)]).T.tolist()
     assert outputs == [expected_tokens(prompt, 20, 1000, identity) for identity in identities]
-    # All differ, at every position from the first that differs on.
+    # All rows differ from their first difference on.
     assert len({tuple(output) for output in outputs}) == len(identities)
     assert len(set(sequences.identities[:, 5].tolist())) == len(identities)
     # Before the images of rows 3 and 5, there is no difference to row 0.
@@ -207,7 +207,7 @@ def test_drafts_are_verified() -> None:
     sequences.put_drafts(0, right[3:5])
     assert sequences.verify_drafts(0, right[3:5]) == right[3:6]
     sequences.propose(0, 4)
-    # Proposals are scratch: they do not change what follows.
+    # Proposals are temporary and do not change what follows.
     assert sequences.extend(np.array([0])).tolist() == right[6:7]
 
 
@@ -244,7 +244,7 @@ def test_a_new_owner_empties_a_block() -> None:
     assert not memory.slots.any()
 
 
-def test_writes_that_must_not_be() -> None:
+def test_forbidden_writes_are_found() -> None:
     memory = DeviceMemory(num_blocks=4, max_block_size=4)
     with pytest.raises(WriteFault, match="null block"):
         write(memory, 0, 0, 11, tag=1)
@@ -288,7 +288,7 @@ def test_rules_of_specs() -> None:
 
 @pytest.mark.parametrize("kind", [full(), sliding(4), sliding(1), chunked(4), mamba(4), cross()])
 def test_rules_take_integers_and_arrays(kind: AttentionKind) -> None:
-    """One judge asks for a request at a time, the other for all of a step."""
+    """The driver calls them for one request at a time, the oracle for all requests of a step."""
     starts = np.arange(20)
     ends = starts + 3
     for rule in (kind.first_read, kind.state_column):

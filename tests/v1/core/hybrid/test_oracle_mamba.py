@@ -2,7 +2,7 @@
 """Mamba states under the content oracle, and faults that it finds.
 
 Base has two cache modes: "align" with prefix caching, and "none" without. Until a cached block is
-evicted, both managers must come to the very same run.
+evicted, the runs of both managers must be identical.
 """
 
 import random
@@ -78,7 +78,7 @@ ALIGN = {
     "checkpoints in steps": (full(16), mamba(16, 3, checkpoint_alignment=1), sliding(33, 16)),
 }
 
-#: The same without; one state block serves the longest sequence.
+#: The same models without prefix caching. One state block serves the longest sequence.
 NONE = {
     "Mamba only": (mamba(256, mode="none"),),
     "full": (full(16), mamba(256, mode="none")),
@@ -100,13 +100,13 @@ def pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def run_case(manager_cls: Any, case: Case, check_integrity: bool = True) -> OracleEngine:
-    """Run a case to its end; one that checks no state tells nothing."""
+    """Run a case to its end. A case that checks no state shows nothing and fails."""
     engine = run_any_case(manager_cls, case, check_integrity)
     assert engine.state_reads_checked > 0
     if manager_cls is BaseManager:
         ours: Any = run_any_case(HybridManager, case, check_integrity)
         assert ours.state_reads_checked > 0
-        # From the first eviction on the two may differ in what they still have.
+        # After the first eviction, the two managers may keep different blocks.
         if not ours.manager.block_pool.num_evicted_ids:
             assert ours.state_reads_checked == engine.state_reads_checked
             assert ours.tokens_from_cache == engine.tokens_from_cache
@@ -118,7 +118,7 @@ def run_case(manager_cls: Any, case: Case, check_integrity: bool = True) -> Orac
 
 
 def test_prefix_hit(pipeline: dict[str, Any]) -> None:
-    """Hits end where a chunk ended, since only there is a state."""
+    """Hits end where a chunk ended, because only those positions have a state."""
     case = Case(ALIGN["full"], settings=replace(CACHING, **pipeline), extra_blocks=ROOMY)
     engine = make_engine(BaseManager, case)
 
@@ -129,12 +129,12 @@ def test_prefix_hit(pipeline: dict[str, Any]) -> None:
         return engine.tokens_from_cache - before[0], engine.state_reads_checked - before[1]
 
     prompt = list(range(100))
-    # A third step in flight is scheduled before the end is known.
+    # A third in-flight step is scheduled before the end is known.
     extra = case.settings.steps_in_flight == 2
     # Chunks of 64, 32 (to the last full block) and 4 tokens; then two decoded tokens.
     assert run(prompt) == (0, 4 + extra)
     assert run(prompt) == (96, 3 + extra)
-    # Full attention has 80 tokens of it, but there is no state after 80.
+    # Full attention has 80 of its tokens, but there is no state after 80.
     assert run([*prompt[:90], 29999]) == (64, 4 + extra)
     assert run([*prompt[:63], 7]) == (0, 3 + extra)
 
@@ -154,7 +154,7 @@ def test_a_state_in_the_middle_of_a_step(pipeline: dict[str, Any]) -> None:
 
 
 def test_a_state_that_is_not_written_is_found() -> None:
-    """A worker without states in the middle of a step, and a manager that gives blocks for them."""
+    """The manager allocates blocks for states in the middle of a step; the worker writes none."""
     kinds = ALIGN["checkpoints in steps"]
     case = Case(kinds, settings=replace(CACHING, max_num_batched_tokens=128), extra_blocks=ROOMY)
     for manager_cls in (BaseManager, HybridManager):
@@ -177,7 +177,7 @@ def test_chunked_prefill(pipeline: dict[str, Any]) -> None:
     # Four of 24 and the rest.
     case = Case(NONE["sliding"], operations, replace(NOT_CACHING, **few), ROOMY)
     assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 4
-    # A block larger than a chunk takes states at other places, in turn: 24, 24, 16; 24, 12.
+    # Blocks are larger than a chunk, so chunk ends and block ends alternate: 24, 24, 16; 24, 12.
     case = Case(ALIGN["blocks larger than chunks"], operations, replace(CACHING, **few), ROOMY)
     assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 4
 
@@ -193,22 +193,22 @@ def test_no_state_is_read_at_the_start() -> None:
 @pytest.mark.parametrize("pipeline_name", SOME_PIPELINES)
 @pytest.mark.parametrize(("kinds", "settings"), MODELS)
 def test_preemption(kinds: tuple, settings: OracleSettings, pipeline_name: str) -> None:
-    """Long requests in a pool for hardly more than one."""
+    """Long requests in a pool with room for little more than one."""
     settings = replace(settings, **PIPELINES[pipeline_name], max_num_batched_tokens=96)
     operations = (Add(tail=60, max_tokens=150),) * 6
     engine = run_case(BaseManager, Case(kinds, operations, settings))
-    # Without attention that grows, "none" always has what it needs or does not start.
+    # In mode "none" without growing attention, a request has all its blocks when it starts.
     if any(kind.kind == "full" for kind in kinds):
         assert engine.num_preemptions > 0
 
 
 def test_a_preempted_request_resumes_from_its_state() -> None:
-    """If it was preempted just after a boundary, and its turn comes soon."""
+    """It was preempted just after a boundary, and runs again soon."""
     settings = replace(CACHING, max_num_batched_tokens=32)
     operations = (Add(tail=60, max_tokens=60), Add(tail=90, max_tokens=120))
     engine = run_case(BaseManager, Case(ALIGN["full"], operations, settings))
     assert engine.num_preemptions == 1
-    # The prompts share nothing, so these are the request's own, and more than its prompt.
+    # The prompts share nothing, so the hit tokens are the request's own, and exceed its prompt.
     assert engine.tokens_from_cache == 144
 
 
@@ -245,7 +245,7 @@ def test_reset(pipeline: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("interval", [0, 64])
 def test_sparse_retention(interval: int) -> None:
-    """Most states are not cached; the hits that are left must be right."""
+    """Most states are not cached. The remaining hits must be right."""
     operations = [Add(tail=150, max_tokens=3), Run(9)]
     operations += [Add(tail=9, parent=0, shared=shared) for shared in (150, 140, 100, 70, 40)]
     settings = replace(CACHING, max_num_batched_tokens=32)
@@ -286,12 +286,12 @@ def exposing_case(seed: int, settings: OracleSettings) -> Case:
 
 
 def assert_found(fault: type, settings: OracleSettings) -> None:
-    """Without checks of block tables: what is read and written must give it away."""
+    """Block tables are not checked here: the fault must show in reads and writes."""
     for seed in range(30):
         try:
             run_any_case(plant(fault, BaseManager), exposing_case(seed, settings), False)
         except OracleFault:
-            # The fault, and not the case, was the reason.
+            # Without the fault, the case passes.
             run_case(BaseManager, exposing_case(seed, settings), False)
             return
         except Exception:
@@ -339,13 +339,13 @@ def fails(
     message: str,
     check_integrity: bool = False,
 ) -> None:
-    """A case is fine with base's manager, and a fault in it is found for this reason."""
+    """Assert that a case passes with base's manager, and that a fault is found for this reason."""
     run_case(BaseManager, case)
     with pytest.raises(error, match=message):
         run_any_case(plant(fault, BaseManager), case, check_integrity)
 
 
-# Of Mamba alone, so that attention cannot find it first.
+# The model has only Mamba layers, so that attention cannot find the fault first.
 
 
 def test_two_requests_with_one_state_block() -> None:
@@ -353,7 +353,7 @@ def test_two_requests_with_one_state_block() -> None:
     adds = (Add(tail=20, max_tokens=4), Add(tail=20, max_tokens=4))
     case = Case(NONE["Mamba only"], adds, NOT_CACHING, 9)
     fails(fault, case, WriteFault, "step 0: two owners write to block")
-    # The second one takes the block over while the first has a pause in its prefill.
+    # The second request takes the block over during a pause in the first one's prefill.
     settings = replace(NOT_CACHING, long_prefill_token_threshold=10, max_num_batched_tokens=20)
     case = Case(NONE["Mamba only"], (adds[0], Run(), adds[1]), settings, 9)
     fails(fault, case, WriteFault, "two owners write to block")
@@ -372,7 +372,7 @@ def test_a_state_of_another_boundary() -> None:
 
 
 def test_a_state_of_the_same_step() -> None:
-    """Two requests with one prefix, admitted together; KV may be shared so, a state not."""
+    """Two requests with one prefix are admitted together. They may share KV, but not a state."""
     operations = (Add(tail=40, max_tokens=2), Add(tail=5, parent=0, shared=40, max_tokens=2))
     fails(
         HitsStatesOfTheSameStep,
@@ -384,7 +384,7 @@ def test_a_state_of_the_same_step() -> None:
 
 @pytest.mark.parametrize("fault", [FreesWindowBlocksAStepEarly, ForgetsStepsInFlight])
 def test_a_state_freed_too_early(fault: type) -> None:
-    """Found at once, in a pool where nobody takes the block."""
+    """Found at once, in a pool where no request takes the block."""
     settings = replace(CACHING, **ASYNC, max_num_batched_tokens=16)
     case = Case(ALIGN["Mamba only"], (Add(tail=60, max_tokens=60),), settings, ROOMY)
     fails(fault, case, InFlightFault, "the manager holds", check_integrity=True)
@@ -392,7 +392,7 @@ def test_a_state_freed_too_early(fault: type) -> None:
 
 def test_a_state_block_handed_out_while_a_step_in_flight_reads_it() -> None:
     class Faulty(BaseManager):
-        """The second request's new block is the one that the first moves on from."""
+        """Gives the second request the block that the first one has just left."""
 
         def get_blocks(self, request_id: str) -> Any:
             if request_id == "r1":

@@ -48,7 +48,7 @@ def test_random_case_on_base(case: Case) -> None:
 
 
 def test_a_long_life(manager_cls: Any) -> None:
-    """One engine under many requests: hits, evictions and preemptions in great number."""
+    """One engine serves many requests, with many hits, evictions and preemptions."""
     config = OracleSettings(
         async_scheduling=True, steps_in_flight=1, max_num_batched_tokens=100, vocab_size=256
     )

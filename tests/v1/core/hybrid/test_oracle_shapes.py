@@ -59,12 +59,12 @@ SHAPES = {
 @pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
 @pytest.mark.parametrize("kinds", SHAPES.values(), ids=SHAPES.keys())
 def test_shape(manager_cls: Any, kinds: tuple, settings: OracleSettings) -> None:
-    """A prompt and its continuations, in a roomy pool: hits at many lengths."""
+    """A prompt and its continuations in a large pool, with hits at many lengths."""
     operations = [Add(tail=90, max_tokens=20), Run(6)]
     for shared in (90, 89, 64, 33, 16, 7, 1):
         operations += [Add(tail=40, parent=0, shared=shared, max_tokens=20), Run(3)]
     operations += [Add(tail=0, parent=i, shared=500, follow=True, max_tokens=9) for i in range(8)]
-    # Groups of a type side by side, or between those of others.
+    # The groups of a type are adjacent, or alternate with other groups.
     shuffle_groups = 1 if settings.async_scheduling else None
     case = Case(kinds, tuple(operations), settings, 4000, shuffle_groups=shuffle_groups)
     engine = run_case(manager_cls, case)
@@ -73,8 +73,8 @@ def test_shape(manager_cls: Any, kinds: tuple, settings: OracleSettings) -> None
         assert engine.tokens_from_cache >= 64
 
 
-#: What base's manager of chunks refuses (unequal block sizes), or takes as a hit although blocks
-#: of the chunk before are missing (chunks that begin inside of a block).
+#: Base's manager of chunks refuses unequal block sizes. If chunks begin inside of a block, it
+#: accepts hits although blocks of the previous chunk are missing.
 CHUNKS_OF_OURS = {
     "inside of a block": (full(16), chunked(40, 16, 3)),
     "smaller than a block": (full(16), chunked(6, 16, 2)),
@@ -87,13 +87,13 @@ CHUNKS_OF_OURS = {
 
 @pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
 @pytest.mark.parametrize("kinds", CHUNKS_OF_OURS.values(), ids=CHUNKS_OF_OURS.keys())
-def test_chunks_that_base_does_not_take(kinds: tuple, settings: OracleSettings) -> None:
+def test_chunks_that_base_does_not_serve(kinds: tuple, settings: OracleSettings) -> None:
     test_shape(KVCacheManager, kinds, settings)
     test_shape_in_a_small_pool(KVCacheManager, kinds, settings)
 
 
-def test_base_reads_blocks_that_it_does_not_have_where_a_chunk_begins_inside_of_one() -> None:
-    """Within a few random mixes, which the hybrid manager plays to the end."""
+def test_base_reads_missing_blocks_where_a_chunk_begins_inside_of_a_block() -> None:
+    """Some of a few random mixes show it. The hybrid manager runs all of them to the end."""
     kinds = CHUNKS_OF_OURS["inside of a block"]
     cases = [case_in_a_small_pool(kinds, PLAIN, 0, 0, random.Random(seed)) for seed in range(10)]
     for case in cases:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding under the content oracle, drafters with KV of their own included.
+"""Speculative decoding under the content oracle, also with drafters that have their own KV.
 
-What a drafter keeps at a position may depend on tokens after it (see `support.oracle.drafter`),
-so a hit must leave out what the next tokens of another request went into. Every test runs
-base's manager too.
+A drafter's KV at a position may depend on tokens after it (see `support.oracle.drafter`). So a
+hit must exclude KV that depends on the next tokens of another request. Every test also runs base's
+manager.
 """
 
 import copy
@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 pytest_plugins = ["support.oracle.fixtures"]
 pytestmark = pytest.mark.usefixtures("reads_are_checked")
 
-#: Where a drafter's layers are. With equal specs they end up beside the model's.
+#: The groups of a drafter's layers. With equal specs they join those of the model.
 MODELS = {
     "one group for both": (full(16, draft=True),),
     "a full-attention group": (sliding(40, 16, 5), full(16), full(16, draft=True)),
@@ -108,7 +108,7 @@ def assert_drafts_were_judged(engine: OracleEngine) -> None:
 def test_branches_of_a_prefix(
     manager_cls: Any, kinds: tuple, drafter: str, how: dict[str, Any]
 ) -> None:
-    """Prompts that part at every position of a block, chunked, and answers that go on."""
+    """Chunked prompts that diverge at every position of a block, and continued answers."""
     engine = make_engine(
         manager_cls, kinds, drafter, **how | {"retention_interval": None}, max_num_batched_tokens=40
     )
@@ -140,7 +140,7 @@ def test_pressure(manager_cls: Any, kinds: tuple, drafter: str, how: dict[str, A
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_longest_sequence(manager_cls: Any, drafter: str) -> None:
-    """Slots ahead end with the longest sequence that the model takes."""
+    """Lookahead slots end at the longest sequence of the model."""
     engine = make_engine(
         manager_cls, MODELS["all groups"], drafter, extra_blocks=0, max_model_len=96
     )
@@ -152,7 +152,7 @@ def test_the_longest_sequence(manager_cls: Any, drafter: str) -> None:
 
 @pytest.mark.parametrize("name", ["eagle", "mtp"])
 def test_a_hit_that_keeps_its_last_block_is_found(manager_cls: Any, name: str) -> None:
-    """The oracle itself: what another request's next token went into is read."""
+    """Tests the oracle: a read of KV that depends on another request's next token is found."""
 
     def keeps_last_block(**kwargs: Any) -> Any:
         return manager_cls(**(kwargs | {"use_eagle": False}))
@@ -166,7 +166,7 @@ def test_a_hit_that_keeps_its_last_block_is_found(manager_cls: Any, name: str) -
 
 
 def test_a_window_without_the_tokens_that_are_read_again_is_found(manager_cls: Any) -> None:
-    """The oracle itself: a chain of modules begins before the tokens that are computed."""
+    """Tests the oracle: a chain of modules starts reading before the computed tokens."""
 
     def retains_nothing(kv_cache_config: Any, **kwargs: Any) -> Any:
         config = copy.deepcopy(kv_cache_config)
@@ -181,7 +181,7 @@ def test_a_window_without_the_tokens_that_are_read_again_is_found(manager_cls: A
 
 
 def test_the_types_of_a_draft_group() -> None:
-    """A draft group is of a type with others if its spec is; then the type drops the block."""
+    """A draft group joins the type with its spec. Then the whole type drops the block."""
     engine = make_engine(HybridManager, MODELS["a full-attention group"], "eagle", flag_drafts=True)
     kinds = [
         (t.name, t.num_groups, t.is_eagle)

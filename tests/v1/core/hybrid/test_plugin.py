@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation: what the plugin changes in base, when, and that it can be undone."""
+"""Activation: what the plugin changes in base, when it does so, and how this is undone."""
 
 import json
 import multiprocessing
@@ -76,7 +76,7 @@ def test_activation_makes_the_scheduler_use_the_factory(base):
     assert all(now is not then for now, then in zip(state(), base, strict=True))
 
 
-def test_activating_twice_is_activating_once(base):
+def test_activation_is_idempotent(base):
     activate_all()
     once = state()
     activate_all()
@@ -125,7 +125,7 @@ def test_a_plugin_can_subclass_what_the_scheduler_has(log):
     assert not isinstance(object(), scheduler.KVCacheManager)
 
 
-def test_what_somebody_else_put_over_ours_stays():
+def test_what_another_plugin_replaces_later_stays():
     activate_all()
     scheduler.KVCacheManager = OtherManager
     try:
@@ -214,7 +214,7 @@ def test_another_plugins_manager_is_left_alone(monkeypatch, log):
 
 
 @pytest.mark.parametrize("args_class", [EngineArgs, AsyncEngineArgs])
-def test_a_bad_option_ends_the_start_before_the_model_is_looked_at(args_class):
+def test_a_bad_option_is_refused_before_the_model_is_examined(args_class):
     activate_all()
     args = args_class("/no/such/model", additional_config={"hybrid_kv": {"enabled": "yes"}})
     with pytest.raises(ValueError, match=r"hybrid_kv\.enabled must be true or false, got 'yes'"):
@@ -229,7 +229,7 @@ def test_engine_configurations_are_otherwise_as_before(monkeypatch):
         return made
 
     args = EngineArgs("/no/such/model", additional_config={"hybrid_kv": {"enabled": False}})
-    deactivate_all()  # Building arguments has loaded vLLM's plugins.
+    deactivate_all()  # Creating the arguments has loaded vLLM's plugins.
     with monkeypatch.context() as patch:
         patch.setattr(EngineArgs, "create_engine_config", create_engine_config)
         activate_all()
@@ -240,7 +240,7 @@ def test_engine_configurations_are_otherwise_as_before(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_base_does_not_take_the_switch_for_a_mistake(monkeypatch, value):
+def test_base_accepts_the_switch_in_its_environment_check(monkeypatch, value):
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv(activation.SWITCH, value)
@@ -349,7 +349,7 @@ def test_vllm_finds_and_loads_the_plugin():
 
 
 @pytest.mark.parametrize("environment", [{"VLLM_HYBRID_KV": "0"}, {"VLLM_PLUGINS": "another"}])
-def test_switched_off_base_is_base(environment):
+def test_switched_off_the_plugin_changes_nothing(environment):
     assert load_plugins(**environment) == {
         "base": True,
         "wrapped": [False, False, False],

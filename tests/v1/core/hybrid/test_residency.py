@@ -33,7 +33,7 @@ class CountingCollector(KVCacheMetricsCollector):
 
 
 class Run:
-    """A manager of the kind that Gemma 3 needs, its collector, and one request at a time."""
+    """A manager for a model like Gemma 3, its collector, and one request at a time."""
 
     def __init__(self, manager_cls: type, num_blocks: int, enable_caching: bool = True) -> None:
         self.collector = CountingCollector()
@@ -60,12 +60,12 @@ def test_blocks_are_allocated_hit_and_evicted() -> None:
         run.serve((1, 64), (2, 16))
         assert run.collector.reports == {"allocated": 30 + 6, "hit": 4 + 10}
         assert len(run.collector.drain_events()) == 6
-        # All ids are given to others now.
+        # All ids have been reallocated.
         run.serve((3, 80))
         assert len(run.collector.drain_events()) == 30
 
 
-def test_blocks_that_are_named_are_evicted() -> None:
+def test_blocks_that_are_evicted_by_id_are_reported() -> None:
     for manager_cls in MANAGERS:
         run = Run(manager_cls, num_blocks=100)
         req = run.prefill((1, 80))
@@ -74,7 +74,7 @@ def test_blocks_that_are_named_are_evicted() -> None:
         assert len(run.collector.drain_events()) == 2
 
 
-def test_a_reset_forgets() -> None:
+def test_a_reset_forgets_all_blocks() -> None:
     for manager_cls in MANAGERS:
         run = Run(manager_cls, num_blocks=100)
         run.serve((1, 80))

@@ -25,7 +25,7 @@ def make_coordinator(*kinds: AttentionKind, **changes: object) -> KVCacheCoordin
     ("drafts", "use_eagle", "expected"),
     [
         ((False, False), False, [False, False]),
-        # No group says that it is the drafter's, so all may be.
+        # No group is flagged, so any group may be the drafter's.
         ((False, False), True, [True, True]),
         ((False, True), True, [False, True]),
         ((False, True), False, [False, True]),
@@ -43,7 +43,7 @@ def test_which_types_have_draft_layers(drafts, use_eagle, expected):
 
 
 def test_a_draft_group_is_of_the_type_with_its_spec():
-    """As base looks hits up: the draft layers' blocks and the others' go together."""
+    """As in base's lookup, the type of the draft layers includes the other layers with its spec."""
     kinds = (full(16), full(16, draft=True), sliding(33, 16))
     (both, window) = get_attention_types(KVSetup(kinds, 100).kv_cache_config(), use_eagle=True)
     assert (both.group_ids, both.is_eagle) == ((0, 1), True)
@@ -98,16 +98,16 @@ def test_only_the_types_of_the_drafter_drop_a_block():
     cache(coordinator, 1, 0, 1, 2)
     assert hit_pattern(coordinator, 100) == (32, ["xx", "xx"])
     cache(coordinator, 1, 3, 4)
-    # Full attention needs no block after the fourth.
+    # Full attention does not need a block after the fourth.
     assert hit_pattern(coordinator, 100) == (64, ["xxxx", "..xx"])
 
 
-def test_a_type_is_asked_for_the_block_after_the_shorter_hit_too():
-    """Base forgets to: it asks each drafting type for its last block only once."""
+def test_a_type_also_checks_the_block_after_a_shortened_hit():
+    """Base does not: it checks the last block of each drafting type only once."""
     coordinator = make_coordinator(sliding(17, 16), sliding(33, 16))
     cache(coordinator, 0, 1, 3, 4)
     cache(coordinator, 1, 0, 1, 2)
-    # 64 for the first, 32 for the second; the first lacks the block after 32 tokens.
+    # The first type accepts 64, and the second 32. The first lacks the block after 32 tokens.
     assert hit_pattern(coordinator, 100) == (0, ["", ""])
 
 
@@ -115,14 +115,14 @@ def test_unequal_block_sizes():
     coordinator = make_coordinator(full(32), sliding(17, 16, 2))
     cache(coordinator, 0, 0, 1, 2)
     cache(coordinator, 1, 0, 1, 2, 3)
-    # Windows resume at 32: 48 is inside of a block, and nothing is known after 64.
+    # Windows resume at 32: 48 is inside of a block, and no block is cached after 64.
     assert hit_pattern(coordinator, 200) == (32, ["x", ".x"])
     cache(coordinator, 1, 4)
     assert hit_pattern(coordinator, 200) == (64, ["xx", "...x"])
 
 
 def test_a_short_prefix_with_unequal_block_sizes_is_hit():
-    """Base loses it: it rounds down before it drops the last block, and again after."""
+    """Base misses this hit: it rounds down both before and after it drops the last block."""
     coordinator = make_coordinator(full(32), sliding(1000, 16))
     cache(coordinator, 0, 0, 1)
     cache(coordinator, 1, 0, 1, 2)
@@ -135,9 +135,9 @@ def test_a_short_prefix_with_unequal_block_sizes_is_hit():
 @pytest.mark.parametrize(
     ("kinds", "lookahead", "expected"),
     [
-        # Type by type, blocks of which so many tokens make it worth a decision.
+        # Per type: the number of blocks that this many tokens make cacheable.
         (GEMMA, 1, [{15: 0, 16: 1, 47: 2, 48: 3}] * 2),
-        # Of the last three tokens some will be computed again.
+        # Some of the last three tokens will be computed again.
         (GEMMA, 4, [{18: 0, 19: 1, 50: 2, 51: 3}] * 2),
         # Up to a multiple of 32, and the block after that.
         ((full(32), sliding(33, 16)), 1, [{31: 0, 32: 1, 64: 2}, {31: 0, 32: 2, 48: 3, 63: 3}]),
@@ -187,7 +187,7 @@ def test_a_repeated_prompt_is_hit_up_to_the_block_before_the_last():
         manager = KVSetup(GEMMA, 1000, retention=0, use_eagle=use_eagle).build(KVCacheManager)
         prefill(manager, request("a", (1, 100)))
         assert manager.get_computed_blocks(request("b", (1, 100)))[1] == expected
-        # A prompt that just fills its last block: the same again, and one that goes on.
+        # A prompt that exactly fills its last block: once more, and with a continuation.
         prefill(manager, request("c", (2, 96)))
         assert manager.get_computed_blocks(request("d", (2, 96)))[1] == 80
         assert manager.get_computed_blocks(request("e", (2, 96), (3, 40)))[1] == 80
@@ -196,13 +196,13 @@ def test_a_repeated_prompt_is_hit_up_to_the_block_before_the_last():
             assert manager.get_computed_blocks(request("f", (2, 96)))[1] == 64
 
 
-def test_slots_ahead_are_allocated_and_end_with_the_longest_sequence():
+def test_lookahead_slots_are_allocated_and_end_at_the_longest_sequence():
     manager = KVSetup(GEMMA, 1000, max_model_len=64).build(KVCacheManager)
     req = request("r", (1, 44))
     prefill(manager, req, num_lookahead_tokens=4)
     assert [len(ids) for ids in manager.get_block_ids("r")] == [3] * 6
     req.append_output_token_ids(7)
-    # Four drafts and four slots ahead: 53 in all.
+    # Four drafts and four lookahead slots: 53 slots in all.
     assert manager.allocate_slots(req, 5, num_lookahead_tokens=4) is not None
     assert [len(ids) for ids in manager.get_block_ids("r")] == [4] * 6
     req.num_computed_tokens = 62
@@ -236,7 +236,7 @@ def test_drafts_in_flight_hold_the_window(num_in_flight):
     prefill(manager, req)
     req.append_output_token_ids(7)
     manager.allocate_slots(req, 5)
-    # 49 computed if the drafts in flight turn out right, 45 if not.
+    # 49 tokens are computed if the in-flight drafts are accepted, and 45 if they are rejected.
     req.num_computed_tokens += 5
     req.num_in_flight_tokens = num_in_flight
     manager.allocate_slots(req, 5)
@@ -256,7 +256,7 @@ def test_tokens_that_a_drafter_reads_again_stay_before_the_window():
         first_released.append(manager.get_block_ids("r")[1][0] == 0)
         manager.check_integrity()
         req.num_computed_tokens += 1
-    # Without them at 48 computed tokens; now at 51.
+    # Without these tokens, the release is at 48 computed tokens. Now it is at 51.
     assert first_released == [False] * 3 + [True] * 3
 
 

@@ -12,11 +12,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-hybrid-kv",
         usage="vllm-hybrid-kv [-h] doctor [-h] [MODEL] [flags of vllm serve]",
-        description="The hybrid KV cache for vLLM.",
-        epilog="doctor: is the hybrid KV cache active here, and how would it serve MODEL?",
+        description="The hybrid KV cache manager for vLLM.",
+        epilog="doctor: is the hybrid manager active here, and how would it serve MODEL?",
     )
     parser.add_argument("command", choices=["doctor"])
-    # What follows the command is for the command: its flags are those of vLLM.
+    # The arguments after the command are vLLM's flags, so this parser does not see them.
     parser.parse_args(arguments[:1])
 
     from vllm.v1.core.hybrid.doctor.command import run

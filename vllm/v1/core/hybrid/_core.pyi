@@ -14,8 +14,8 @@ class GroupedKVCacheBlock(metaclass=_NanobindType):
     """One logical block: the physical blocks of all groups of an attention type for the same
     tokens. They are allocated, cached, freed and evicted together.
 
-    A view, which holds no reference. Once the block was freed or evicted, all attributes except
-    ``type_id`` and ``is_null`` raise ValueError.
+    This is a view and holds no reference. Once the block was freed or evicted, all attributes
+    except ``type_id`` and ``is_null`` raise ValueError.
     """
 
     @property
@@ -36,7 +36,7 @@ class GroupedKVCacheBlock(metaclass=_NanobindType):
 
     @property
     def block_hash(self) -> bytes | None:
-        """Prefix-cache hash while the block is in its type's prefix index."""
+        """The prefix-cache hash; None while the block is not in its type's prefix index."""
 
     def __hash__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
@@ -62,11 +62,11 @@ class BlockList(metaclass=_NanobindType):
 class BlockTable(metaclass=_NanobindType):
     """A request's logical blocks of one attention type, in token order.
 
-    |  released  |  cached or left out of the cache  |  not final yet  |
-    0      num_released                          num_cached        len(table)
+    |  released  |  cached, or left out of the cache  |  undecided  |
+    0      num_released                         num_decided   len(table)
 
-    The null block replaces released blocks, and stands for blocks that no step has written. A
-    table that is deleted releases its blocks.
+    The null block replaces released blocks, and blocks that no step has written. A table that is
+    deleted releases its blocks.
     """
 
     def __len__(self) -> int: ...
@@ -75,22 +75,22 @@ class BlockTable(metaclass=_NanobindType):
     @property
     def num_released(self) -> int: ...
     @property
-    def num_cached(self) -> int:
-        """Leading blocks that were cached, or left out of the cache."""
+    def num_decided(self) -> int:
+        """Leading blocks for which caching is decided: each is cached or left out."""
 
-    @num_cached.setter
-    def num_cached(self, end: int) -> None: ...
+    @num_decided.setter
+    def num_decided(self, end: int) -> None: ...
     def release_before(self, end: int) -> int:
-        """Release the blocks before index ``end``, the last of them to be reused first.
+        """Release the blocks before index ``end``. The last of them is reused first.
 
-        The null block replaces them. An ``end`` after the table means all. Returns
+        The null block replaces them. An ``end`` beyond the table releases all. Returns
         ``num_released``.
         """
 
     def cache(self, begin: int, end: int, block_hashes: Sequence[bytes]) -> None:
-        """Enter the blocks ``begin`` to before ``end`` in the prefix cache, without null blocks.
+        """Enter the blocks in ``[begin, end)`` in the prefix cache, except null blocks.
 
-        ``num_cached`` is at least ``end`` afterwards.
+        ``num_decided`` is at least ``end`` afterwards.
 
         Args:
             block_hashes: a list, with one hash per hash block of the whole prefix.
@@ -101,10 +101,10 @@ class BlockTable(metaclass=_NanobindType):
         """
 
     def free(self) -> None:
-        """Release all blocks, the tail of the sequence to be reused first."""
+        """Release all blocks. The last block of the sequence is reused first."""
 
     def detach(self) -> BlockList:
-        """Empty the table. The caller owns its references, see `BlockPool.release_detached`."""
+        """Empty the table. The caller then owns its references (`BlockPool.release_detached`)."""
 
     def blocks(self, begin: int = 0) -> BlockList:
         """The blocks from index ``begin`` on."""
@@ -163,8 +163,8 @@ class BlockPool(metaclass=_NanobindType):
     ) -> int:
         """Physical ids that `allocate` takes for the targets after the hits were adopted.
 
-        The first ``num_skipped`` blocks of each hit are not needed. Pass empty lists where
-        nothing is to be adopted.
+        The first ``num_skipped`` blocks of each hit are not needed. Pass an empty list for a type
+        without a hit.
         """
 
     def adopt(
@@ -186,25 +186,25 @@ class BlockPool(metaclass=_NanobindType):
         self,
         tables: tuple[BlockTable, ...],
         targets: Sequence[tuple[int, int]],
-        num_kept: int = 0,
+        num_kept_free: int = 0,
     ) -> tuple[BlockList, ...] | None:
         """Append the missing blocks to the tables of one request, each with one reference.
 
         Args:
             tables: in ascending order of ``type_id``.
-            targets: one pair ``(num_blocks, num_written)`` per table. ``num_blocks`` is its
-                length afterwards; a table that is longer already gets nothing. Of the new
-                blocks, the last ``num_written`` are real and null blocks stand for the others;
-                any larger number means all.
-            num_kept: physical ids that must stay free.
+            targets: one pair ``(num_blocks, num_written)`` per table. ``num_blocks`` is the
+                table's length afterwards. A table that is long enough already gets no blocks. The
+                last ``num_written`` of the new blocks are real, and the others are null blocks.
+                If ``num_written`` exceeds the number of new blocks, all are real.
+            num_kept_free: physical ids that must stay free.
 
         Returns:
             The new blocks, one list per table. None, with nothing changed, if fewer than
-            ``num_kept`` physical ids would stay free.
+            ``num_kept_free`` physical ids would stay free.
 
         Raises:
             ValueError: with nothing changed, unless there is one target per table, num_blocks is
-                from 0 to 2**32 - 1, and num_written and num_kept are at least 0.
+                from 0 to 2**32 - 1, and num_written and num_kept_free are at least 0.
         """
 
     def find_prefix(
@@ -215,9 +215,9 @@ class BlockPool(metaclass=_NanobindType):
         alignment: int = 1,
         begin: int = 0,
     ) -> BlockList:
-        """The blocks of the longest prefix that are all cached from index ``begin`` on.
+        """The blocks of the longest prefix whose blocks from index ``begin`` on are all cached.
 
-        Null blocks stand for those before. The prefix has at most ``max_blocks`` blocks, a
+        The blocks before ``begin`` are null blocks. The prefix has at most ``max_blocks`` blocks, a
         multiple of ``alignment``. ``block_hashes`` is a list, as in `BlockTable.cache`.
         """
 
@@ -231,12 +231,12 @@ class BlockPool(metaclass=_NanobindType):
     ) -> BlockList:
         """The longest prefix whose last ``length`` blocks (or all, if it is shorter) are cached.
 
-        Null blocks stand for those before. The prefix has at most ``max_blocks`` blocks, a
+        The blocks before those are null blocks. The prefix has at most ``max_blocks`` blocks, a
         multiple of ``alignment``. ``block_hashes`` is a list, as in `BlockTable.cache`.
         """
 
     def release_detached(self, block: GroupedKVCacheBlock) -> None:
-        """Drop one reference, which `BlockTable.detach` gave to the caller.
+        """Drop one reference that `BlockTable.detach` gave to the caller.
 
         ValueError, with nothing changed, if the block has no detached reference.
         """
@@ -252,7 +252,7 @@ class BlockPool(metaclass=_NanobindType):
         """Empty the prefix cache."""
 
     def take_evictions(self) -> list[tuple[int, bytes]]:
-        """Type and hash of each block evicted since the last call, if they are recorded."""
+        """Type and hash of each block evicted since the last call, if evictions are recorded."""
 
     def find(self, type_id: int, block_hash: bytes) -> GroupedKVCacheBlock | None:
         """The cached block with a hash: the oldest, if there are several."""
@@ -264,10 +264,10 @@ class BlockPool(metaclass=_NanobindType):
         """All blocks that own physical ids, for checks."""
 
     def evictable_blocks(self) -> list[GroupedKVCacheBlock]:
-        """The evictable blocks, the next to be evicted first, for checks."""
+        """The evictable blocks in the order of their eviction, for checks."""
 
     def blank_ids(self) -> list[int]:
-        """The ids that hold nothing reusable, the next to be taken first, for checks."""
+        """The ids that hold nothing reusable, in the order in which they are taken, for checks."""
 
 def gate_allocate_slots(
     owner: object,
@@ -280,7 +280,8 @@ def gate_allocate_slots(
 
     Below the event it returns ``idle_answer``, and no Python runs. From the event on it calls
     ``step(owner, request, num_new_tokens, num_lookahead_tokens)``. All other calls go to
-    ``method``. The gate holds the owner weakly: ReferenceError once it is gone.
+    ``method``. The gate holds the owner weakly, and raises ReferenceError once the owner no longer
+    exists.
     """
 
 def gate_cache_blocks(
@@ -305,7 +306,9 @@ class BlockHasher(metaclass=_NanobindType):
     def hash_blocks(
         self, parent: bytes, tokens: list[int], start: int, rest: bytes
     ) -> list[BlockHash]:
-        """Hash the full blocks of ``tokens[start:]``; releases the interpreter lock for many.
+        """Hash the full blocks of ``tokens[start:]``.
+
+        Releases the interpreter lock for 4,096 tokens or more.
 
         Args:
             parent: the hash of the block before the first, 1 to 255 bytes.

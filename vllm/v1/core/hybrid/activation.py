@@ -35,7 +35,7 @@ def is_switched_on() -> bool:
 
 
 def is_supported(base_version: str) -> bool:
-    """Whether the package was tested with a vLLM version, suffixes such as ``+cpu`` aside."""
+    """Whether the package was tested with a vLLM version. Suffixes such as ``+cpu`` are ignored."""
     return base_version.split("+")[0] in SUPPORTED_BASE_VERSIONS
 
 
@@ -75,7 +75,7 @@ class Patches:
 
         def exchange(old: Any, new: Any) -> None:
             for holder in (owner, sys.modules.get(ENGINE_CORE)):
-                # If somebody else has replaced ours since, theirs stays.
+                # If someone else has replaced ours since then, theirs stays.
                 if holder is not None and vars(holder).get(name) is old:
                     setattr(holder, name, new)
 
@@ -83,7 +83,7 @@ class Patches:
         self.undo.append(lambda: exchange(ours, base))
 
     def restore(self) -> None:
-        """Undo everything, the latest first, except what somebody else has replaced since."""
+        """Undo all replacements, the latest first, except those that were replaced again."""
         while self.undo:
             self.undo.pop()()
 
@@ -141,7 +141,7 @@ class Plugin:
             self._switch_patches.restore()
 
     def _warn_once(self, obstacle: str) -> None:
-        """Log a reason once, and only in the main process."""
+        """Log the reason, once and only in the main process."""
         if obstacle not in self._warned and multiprocessing.parent_process() is None:
             logger.warning("Hybrid KV cache: not active, because %s", obstacle)
         self._warned.add(obstacle)

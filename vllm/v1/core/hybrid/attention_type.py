@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-#: The one table from KV cache spec (subclasses included) to our manager: its module in `managers`,
-#: and its class. Our class has the name of base's class, and `coverage` requires that base serves
-#: the spec with that class.
+#: The one table from KV cache spec, subclasses included, to the module in `managers` and the class
+#: of the manager. The class has the name of base's class. `coverage` requires that base serves the
+#: spec with its class of that name.
 MANAGERS: dict[type[KVCacheSpec], tuple[str, str]] = {
     FullAttentionSpec: ("full_attention", "FullAttentionManager"),
     SlidingWindowSpec: ("sliding_window", "SlidingWindowManager"),
@@ -58,7 +58,7 @@ class AttentionType:
 
     @property
     def name(self) -> str:
-        """The spec's kind, and how many tokens a query sees: ``"sliding_window 512"``."""
+        """The spec's kind, and how many tokens a query sees if limited: ``sliding_window 512``."""
         kind = get_kv_cache_spec_kind(self.spec).value
         reach = get_kv_cache_spec_sliding_window(self.spec)
         if isinstance(self.spec, ChunkedLocalAttentionSpec):

@@ -57,7 +57,7 @@ class BlockPool(_core.BlockPool):
         """Free blocks that `KVCacheManager.pop_blocks_for_free` returned.
 
         Raises:
-            ValueError: for any other block; the blocks before it are freed.
+            ValueError: for any other block. The blocks before it are freed nevertheless.
         """
         for block in ordered_blocks:
             self.release_detached(block)
@@ -73,7 +73,7 @@ class BlockPool(_core.BlockPool):
         self.evict(sorted(block_ids))
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and no change, while any block is referenced."""
+        """Empty the prefix cache. While any block is referenced, change nothing, return False."""
         num_used = self.num_gpu_blocks - 1 - self.get_num_free_blocks()
         if num_used:
             logger.warning("Cannot reset the prefix cache: %d blocks are in use", num_used)
@@ -135,7 +135,7 @@ class BlockPool(_core.BlockPool):
             twice = [block_id for block_id, count in places.items() if count > 1]
             lost = [i for i in range(1, self.num_gpu_blocks) if i not in places]
             raise AssertionError(f"ids in two places: {twice[:8]}; ids in no place: {lost[:8]}")
-        assert 0 not in places, "the null block is in use"
+        assert 0 not in places, "id 0, the null block, is in use"
 
     def _check_indexes(self, live: Sequence[GroupedKVCacheBlock]) -> None:
         carry_hash = {block for block in live if block.block_hash is not None}

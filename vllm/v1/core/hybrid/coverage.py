@@ -30,8 +30,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Kinds of which no spec is covered. For single specs of other kinds, such as R-SWA among full
-#: attention, the message uses the spec's class name.
+#: Kinds without any covered spec. For an uncovered spec of another kind, such as R-SWA, which is a
+#: kind of full attention, the message uses the spec's class name.
 _NAMED_KINDS = {
     KVCacheSpecKind.ENCODER_ONLY_ATTENTION: "encoder-only attention",
     KVCacheSpecKind.SINK_FULL_ATTENTION: "full attention with a sink",
@@ -52,9 +52,9 @@ _COVERED_SPECULATION = {
     "suffix",
 }
 
-#: KV connectors of base that read only the ids of a request's blocks and whether they are in the
+#: KV connectors of base that read only the ids of a request's blocks, and which of them are in the
 #: prefix cache. Other connectors reach into base's block pool (SimpleCPUOffloadConnector,
-#: MooncakeStoreConnector, HiSparseConnector) or give the blocks to a library of their own, as
+#: MooncakeStoreConnector, HiSparseConnector) or pass the blocks to a library of their own, as
 #: LMCache's connectors do.
 _COVERED_CONNECTORS = {
     "DecodeBenchConnector",
@@ -208,10 +208,11 @@ def _states(facts: EngineFacts) -> str | None:
     specs = [group.kv_cache_spec for group in facts.kv_cache_config.kv_cache_groups]
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     config = None if facts.vllm_config is None else facts.vllm_config.speculative_config
-    # This includes specs without speculative blocks, such as RecoverSSM's.
+    # This also covers specs without speculative blocks, such as RecoverSSM's.
     if states and (config is not None or facts.use_eagle or facts.num_prefill_lookahead):
         return "Mamba with speculative decoding"
-    # Base keeps this state at the hit alignment, which may lie inside of a larger block.
+    # Base keeps this state at a multiple of the hit alignment, which may lie inside of a larger
+    # block.
     hit_alignment = math.lcm(*(spec.block_size for spec in specs if spec.prefix_cacheable))
     for spec in states:
         if spec.mamba_cache_mode != "align" or not spec.num_prefill_checkpoint_blocks:
@@ -248,7 +249,7 @@ CHECKS: tuple[Callable[[EngineFacts], str | None], ...] = (
 def find_uncovered_feature(facts: EngineFacts) -> str | None:
     """The first feature of an engine that only base's manager covers, or None.
 
-    The answer reads well in "... is not covered".
+    The text fits into "... is not covered".
     """
     return next((reason for check in CHECKS if (reason := check(facts)) is not None), None)
 
@@ -256,7 +257,7 @@ def find_uncovered_feature(facts: EngineFacts) -> str | None:
 def find_reason_for_base(facts: EngineFacts) -> str | None:
     """Why base's manager must serve an engine, or None if the hybrid manager serves it.
 
-    The reason reads well after "because". The factory and the doctor decide by it.
+    The text fits after "because". The factory and the doctor both use it.
 
     Raises:
         ValueError: for a bad option, or where ``on_uncovered`` is ``"error"`` and something is not
@@ -270,7 +271,7 @@ def find_reason_for_base(facts: EngineFacts) -> str | None:
         return None
     if options.on_uncovered == "error":
         raise ValueError(
-            "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid KV cache "
+            "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid manager "
             f"does not cover {feature} yet; with 'fallback', base vLLM's manager serves it"
         )
     return f"{feature} is not covered yet"

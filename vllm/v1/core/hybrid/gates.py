@@ -42,7 +42,7 @@ class StepGates:
             )
 
     def sleep_until(self, request_id: str, num_tokens: int) -> None:
-        """Return from the gates without a call for steps that end before ``num_tokens``."""
+        """Let the gates answer all steps of a request that end before ``num_tokens``."""
         self._next_events[request_id] = num_tokens
 
     def wake(self, request_id: str) -> None:
@@ -54,5 +54,5 @@ class StepGates:
         for request_id, event in self._next_events.items():
             actual = requests[request_id].next_event()
             assert event <= actual, (
-                f"request {request_id} sleeps until {event} tokens, has work at {actual}"
+                f"request {request_id} sleeps until {event} tokens, but has work at {actual}"
             )

@@ -68,7 +68,7 @@ class KVCacheEventLog:
         span: range,
         stored: Sequence[int],
     ) -> None:
-        """Blocks ``stored`` (indices within ``span``) of a request are in the prefix cache.
+        """The blocks ``stored`` of a request, indices within ``span``, are in the prefix cache.
 
         ``block_hashes[i]`` is the hash at the end of the type's ``i``-th block. As in base, the
         event's tokens are those of the whole span, including blocks that are not stored.

@@ -14,13 +14,15 @@ KEY = "hybrid_kv"
 
 
 class HybridKVOptions(BaseModel):
-    """Options of the hybrid KV cache; unknown keys and values of another type are errors."""
+    """Options of the plugin; unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    #: Off for this engine only; ``VLLM_HYBRID_KV=0`` turns the whole package off.
+    #: False turns the hybrid manager off for this engine only. ``VLLM_HYBRID_KV=0`` turns off the
+    #: whole package.
     enabled: bool = True
-    #: What happens if a feature is not covered: base's manager serves, or the start fails.
+    #: What happens if a feature is not covered: base's manager serves the engine, or the engine
+    #: refuses to start.
     on_uncovered: Literal["fallback", "error"] = "fallback"
     #: Verify all bookkeeping at every scheduler step. Slow; for debugging.
     check_integrity: bool = False
@@ -47,7 +49,7 @@ class HybridKVOptions(BaseModel):
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig | None) -> HybridKVOptions:
-        """Options of an engine; defaults without one. Raises as above."""
+        """Options of an engine, or the defaults for None. Raises like `from_additional_config`."""
         return cls.from_additional_config(getattr(vllm_config, "additional_config", None))
 
     @classmethod
@@ -59,7 +61,7 @@ class HybridKVOptions(BaseModel):
                 f"--additional-config: options of {KEY} must be among "
                 f"{', '.join(cls.model_fields)}, got {name!r}"
             )
-        # Options are switches or choices.
+        # Each option is a bool or a choice.
         choices = get_args(cls.model_fields[name].annotation)
         accepted = " or ".join(map(repr, choices)) or "true or false"
         return f"--additional-config: {KEY}.{name} must be {accepted}, got {problem['input']!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin ``hybrid_kv_plamo2``: vLLM has PLaMo 2 again, which base dropped after 0.26.
+"""The plugin ``hybrid_kv_plamo2``: registers PLaMo 2, which base dropped after 0.26.
 
 The model's files lie beside base's models. A name that is registered already, by base or by
 another plugin, is left as it is.
@@ -31,7 +31,7 @@ def _apply(patches: Patches) -> None:
 
 
 def _remove(registry: MutableMapping[str, Any], name: str) -> Callable[[], None]:
-    """Takes what is registered now out of a registry, unless it has been replaced since."""
+    """A function that removes a registered entry, unless the entry has been replaced by then."""
     ours = registry[name]
 
     def remove() -> None:

@@ -18,8 +18,8 @@ class ResidencyMetrics:
     """Reports what happens to physical blocks to base's collector.
 
     As in base, a block counts as evicted when its id is reallocated or when
-    `KVCacheManager.evict_blocks` names it, and never without prefix caching. A grouped block is
-    evicted as a whole; its unused ids are reported when they are reallocated.
+    `KVCacheManager.evict_blocks` names it. Without prefix caching no block counts as evicted. A
+    grouped block is evicted as a whole, and each of its ids is reported when it is reallocated.
     """
 
     def __init__(self, collector: KVCacheMetricsCollector, enable_caching: bool) -> None:

@@ -14,19 +14,20 @@ class CacheSettings:
     max_model_len: int
     #: Most tokens that can be scheduled and not yet computed, over all steps in flight.
     max_in_flight_tokens: int
-    #: A common multiple of the block sizes (base: the least). Prefix hits end at its multiples.
+    #: A common multiple of the block sizes; base uses the least one. Prefix hits end at multiples
+    #: of it.
     scheduler_block_size: int
     #: Tokens per block hash; divides every block size.
     hash_block_size: int
     enable_caching: bool
-    #: Where sliding windows and Mamba keep cached blocks. None: at every position where a hit can
-    #: end. 0: at the end of prompts and at junctions of shared prefixes. Otherwise also at
-    #: every multiple of it.
+    #: Where sliding windows and Mamba keep cached blocks. None: before every position where a hit
+    #: can end. 0: only before the end of prompts and before junctions of shared prefixes. A
+    #: positive interval: there, and also before its multiples.
     retention_interval: int | None
     #: Whether the worker must zero newly allocated blocks before use.
     needs_zeroing: bool
-    #: Tokens after the computed ones that a drafter reads while it prefills: 1 with EAGLE, one per
-    #: module with multi-token prediction.
+    #: Tokens after the computed ones that a drafter reads during prefill: 1 with EAGLE, and one per
+    #: module with multi-token prediction (MTP).
     num_prefill_lookahead: int = 0
 
     @property

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
-#: Computes the hashes that a request still lacks.
+#: Computes the hashes of a request's full blocks that have no hash yet.
 RequestBlockHasher = Callable[[Request], list[BlockHash]]
 HashFunction = Callable[[Any], bytes]
 
@@ -59,8 +59,9 @@ def create_request_block_hasher(
     Args:
         hash_block_size: Tokens per hash.
         caching_hash_fn: The function that base would call for each block.
-        base_hasher: Base's hasher for the same two. It hashes what native code does not: blocks
-            with images or prompt embeddings, and tokens that do not fit in 32 bits.
+        base_hasher: Base's hasher for the same block size and function. It hashes what native code
+            does not: blocks with images or prompt embeddings, and tokens that do not fit in 32
+            bits.
     """
     algorithm = _ALGORITHMS.get(caching_hash_fn)
     if algorithm is None or hash_block_size > MAX_NATIVE_BLOCK_SIZE:
@@ -68,18 +69,18 @@ def create_request_block_hasher(
     hash_blocks = BlockHasher(algorithm.name, hash_block_size).hash_blocks
     write_rest = algorithm.write_rest
     no_keys = write_rest(None)
-    # Pickle's bytes may differ between Python versions, so compare two samples.
+    # The bytes of a pickle may differ between Python versions, so compare two samples.
     for keys in (None, (("lora", "name", "name"),)):
         sample = (bytes(range(32)), tuple(range(-1, hash_block_size - 1)), keys)
         if hash_blocks(sample[0], list(sample[1]), 0, write_rest(keys)) != [
             caching_hash_fn(sample)
         ]:
-            logger.warning("Hybrid KV cache: base hashes the blocks, because pickles differ here")
+            logger.warning("Hybrid KV cache: base hashes the blocks, because native digests differ")
             return base_hasher
     has_failed = False
 
     def hash_natively(request: Request, start: int) -> list[BlockHash]:
-        # The list itself: the request's public view of it would be copied.
+        # The private list, because the request's public view would have to be copied.
         tokens = request._all_token_ids
         known = request.block_hashes
         # Base sets the hash before the first block when an engine starts.
@@ -110,7 +111,7 @@ def create_request_block_hasher(
             nonlocal has_failed
             if not has_failed:
                 logger.warning(
-                    "Hybrid KV cache: base hashes the blocks of requests like %s (reported once)",
+                    "Hybrid KV cache: base hashes the blocks of request %s (reported once)",
                     request.request_id,
                     exc_info=True,
                 )

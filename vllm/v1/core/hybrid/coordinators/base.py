@@ -129,7 +129,7 @@ class KVCacheCoordinator(ABC):
             if manager not in blocks.caching:
                 table = blocks.tables[manager.type_id]
                 num_decided = manager.num_cacheable_blocks(num_tokens)
-                table.num_cached = max(table.num_cached, num_decided)
+                table.num_decided = max(table.num_decided, num_decided)
         blocks.caching, blocks.cache_at = self._caching, 0
 
     def targets(self, step: Step) -> Sequence[Target]:
@@ -319,7 +319,7 @@ class KVCacheCoordinator(ABC):
                 f"{where} {blocks.allocate_at} without slots"
             )
             if manager in blocks.caching:
-                next_full = manager.next_cacheable(table.num_cached)
+                next_full = manager.next_cacheable(table.num_decided)
                 assert blocks.cache_at <= next_full, (
                     f"{where} {blocks.cache_at}, but can cache at {next_full} tokens"
                 )

@@ -24,14 +24,14 @@ _USAGE = "vllm-hybrid-kv doctor [-h] [MODEL] [flags of vllm serve]"
 _HELP = f"""\
 usage: {_USAGE}
 
-Shows which vLLM is installed and whether the hybrid KV cache activates in it. For a model,
-also shows how its layers are grouped, and which manager serves which group.
+Shows which vLLM is installed and whether the hybrid manager activates in it. For a model, also
+shows how its layers are grouped and which manager serves each group.
 
-MODEL is a local model folder, a folder with just a config.json, or such a file. Weights and
-tokenizer are not read. The flags are those of vllm serve; give the same ones as there, for
+MODEL is a local model folder, a folder with only a config.json, or a config.json. Weights and
+tokenizer are not read. The flags are those of vllm serve. Give the same flags as there, for
 example --max-model-len 8192, --block-size 32 or --additional-config '{{"hybrid_kv": {{...}}}}'.
 
-Exit status: 0 if the hybrid KV cache would be active (for MODEL, if given), 1 if not, 2 if
+Exit status: 0 if the hybrid manager would be active (for MODEL, if given), 1 if not, 2 if
 vLLM would not start. VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
 """
 
@@ -100,7 +100,7 @@ def _model_table(report: "ModelReport") -> Table:
 
 
 def _verdict(report: "ModelReport", installed: bool) -> str:
-    """The line that the engine would log, with one exception."""
+    """The line that the engine would log; if the plugin is not active, what it would do."""
     if report.reason_for_base is not None:
         return f"Hybrid KV cache: using base vLLM's manager, because {report.reason_for_base}"
     if not installed:

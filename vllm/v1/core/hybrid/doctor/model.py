@@ -57,7 +57,7 @@ class ModelReport:
     #: One row per KV cache group, as the columns `COLUMNS`. Rows of a manager are adjacent;
     #: only the first one has its name.
     rows: tuple[tuple[str, ...], ...]
-    #: What sends the model to base's managers; None if nothing does.
+    #: Why base's managers serve the model; None if the hybrid manager serves it.
     reason_for_base: str | None
     #: How the hybrid manager arranges the KV cache, if it serves the model.
     arrangement: str
@@ -65,13 +65,13 @@ class ModelReport:
 
 @contextmanager
 def local_model(model: str | None) -> Iterator[str]:
-    """The folder of a model that is given by its folder, or by its ``config.json``.
+    """The folder of a model, which may be given as that folder or as its ``config.json``.
 
     Raises:
-        ValueError: if there is neither.
+        ValueError: if ``model`` is neither.
     """
     if model is None:
-        raise ValueError("MODEL is missing; the flags alone say nothing")
+        raise ValueError("MODEL must be given together with flags, got only flags")
     path = Path(model)
     if path.is_dir() and any((path / name).is_file() for name in CONFIG_FILES):
         yield model
@@ -81,7 +81,7 @@ def local_model(model: str | None) -> Iterator[str]:
             yield folder
     else:
         raise ValueError(
-            f"MODEL must be a local folder with a {CONFIG_FILES[0]} or such a file, got {model!r}"
+            f"MODEL must be a {CONFIG_FILES[0]} or a local folder that has one, got {model!r}"
         )
 
 

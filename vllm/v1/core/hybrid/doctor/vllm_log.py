@@ -28,12 +28,12 @@ def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
     handlers = vllm_logger.handlers
     collector = logging.Handler(logging.ERROR)
     collector.emit = errors.append  # type: ignore[method-assign, assignment]
-    # Even importing the configuration logs.
+    # The import of the configuration logs already.
     vllm_logger.handlers = [collector]
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
-    # Now, or vLLM would do it later and put in its own handlers.
+    # Configure now. Otherwise vLLM would do so later, with its own handlers.
     configure_logging_if_needed(LoggingConfig())
     vllm_logger.handlers = [collector]
     try:
@@ -52,5 +52,5 @@ def in_one_line(error: Exception, logged: Sequence[logging.LogRecord]) -> str:
     causes = [record.exc_info[1] for record in logged if record.exc_info]
     if not causes:
         return message
-    # vLLM imports a model in a process of its own, whose traceback it logs.
+    # vLLM imports a model in a separate process, and logs the traceback of that process.
     return f"{message} ({str(causes[-1]).strip().splitlines()[-1]})"

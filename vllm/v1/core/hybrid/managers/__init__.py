@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One manager per attention type; one file per kind of attention (see `attention_type`)."""
+"""The managers: one class and one file per kind of attention (see `attention_type`)."""
 
 from importlib import import_module
 
@@ -17,7 +17,7 @@ def manager_class(attention_type: AttentionType) -> type[SingleTypeKVCacheManage
     """
     found = find_manager(attention_type.spec)
     if found is None:
-        raise ValueError(f"the KV cache spec must have a manager, got {attention_type}")
+        raise ValueError(f"the KV cache spec must be one with a manager, got {attention_type}")
     module, name = found
     manager_cls: type[SingleTypeKVCacheManager] = getattr(
         import_module(f"{__name__}.{module}"), name

@@ -20,7 +20,7 @@ class SingleTypeKVCacheManager(ABC):
     group.
     """
 
-    #: Whether every prefix of a hit is a hit too, so that a hit can be shortened without a lookup.
+    #: Whether every prefix of a hit is also a hit. Then a hit can be shortened without a lookup.
     downward_closed: ClassVar[bool] = False
     #: Whether blocks leave a request's table before the request ends.
     releases: ClassVar[bool] = False
@@ -30,7 +30,7 @@ class SingleTypeKVCacheManager(ABC):
     delays_hits: ClassVar[bool] = False
     #: Whether equal tokens mean equal blocks, so that blocks may be cached at all.
     prefix_cacheable: ClassVar[bool] = True
-    #: Tokens before the window that are kept because a drafter may compute the last processed
+    #: Tokens that are kept before the window, because a drafter may compute the last processed
     #: tokens again.
     num_reread_tokens: int = 0
 
@@ -44,11 +44,11 @@ class SingleTypeKVCacheManager(ABC):
         #: Slots per block of the table; 0 if slots do not change the target.
         self.slots_per_block: int = self.block_size
         self.num_groups = attention_type.num_groups
-        #: Blocks after a hit that must be cached too and are computed again: what the drafter
-        #: keeps for the last token of a hit depends on the token after it.
+        #: Blocks after a hit that must be cached too, and are computed again. The drafter's KV of
+        #: the last token of a hit depends on the token after the hit.
         self.num_peeked = int(attention_type.is_eagle)
-        #: Computed tokens at the end whose KV is not final yet. As in base, the target model's KV
-        #: always is, unless the drafter shares its only group.
+        #: Last computed tokens whose KV is not final yet. As in base, the KV of the target model is
+        #: always final, unless the drafter shares its only group.
         self.num_not_final = 0
         if attention_type.is_eagle or sum(t.num_groups for t in block_pool.attention_types) == 1:
             self.num_not_final = settings.num_reprefillable_tokens
@@ -93,13 +93,13 @@ class SingleTypeKVCacheManager(ABC):
         """The longest cached prefix of at most ``max_tokens`` that can be resumed from.
 
         ``block_hashes[i]`` is chained over the first ``(i + 1) * hash_block_size`` tokens. Returns
-        the blocks of the prefix, with the null block where none is needed, and its length in
-        tokens, a multiple of the scheduler block size. The `num_peeked` blocks after the prefix,
-        which may hold tokens beyond ``max_tokens``, are cached too.
+        the blocks of the prefix, with null blocks where no block is needed, and its length in
+        tokens, a multiple of the scheduler block size. The `num_peeked` blocks after the prefix are
+        cached too. They may hold tokens beyond ``max_tokens``.
         """
 
     def is_usable(self, hit: BlockList) -> bool:
-        """Whether this step can start from a hit; if not, the next step can."""
+        """Whether this step can start from a hit. If not, the next step can."""
         return True
 
     def new_step_starts(self) -> None:  # noqa: B027 (most types have nothing to do)
@@ -157,14 +157,14 @@ class SingleTypeKVCacheManager(ABC):
 
         Returns the number of tokens at which more blocks can be cached; `NEVER` if none can.
         """
-        begin, end = table.num_cached, self.num_cacheable_blocks(num_tokens)
+        begin, end = table.num_decided, self.num_cacheable_blocks(num_tokens)
         if begin < end:
             runs: Sequence[tuple[int, int]] = ((begin, end),)
             if not self.caches_all:
                 runs = self.cacheable_blocks(begin, end, boundaries)
             for run in runs:
                 table.cache(*run, request.block_hashes)
-            table.num_cached = end
+            table.num_decided = end
             if self.event_log is not None:
                 blocks = table.blocks(begin)
                 stored = [i for run in runs for i in range(*run) if not blocks[i - begin].is_null]
@@ -173,13 +173,13 @@ class SingleTypeKVCacheManager(ABC):
         caches_more = (
             self.caches_all or self.event_log is not None or self.caches_beyond(end, boundaries)
         )
-        return self.next_cacheable(table.num_cached) if caches_more else NEVER
+        return self.next_cacheable(table.num_decided) if caches_more else NEVER
 
     def num_cacheable_blocks(self, num_tokens: int) -> int:
-        """Blocks of the first ``num_tokens`` that a hit can need.
+        """How many blocks of the first ``num_tokens`` a hit can need.
 
-        They are the blocks before the last position where a hit can end, and the block
-        that a hit peeks at after that position.
+        These are the blocks before the last position where a hit can end, and with `num_peeked` the
+        block after that position.
         """
         num_full = max(num_tokens - self.num_not_final, 0) // self.block_size
         num_blocks = num_full // self.blocks_per_hit * self.blocks_per_hit
@@ -221,7 +221,7 @@ class SingleTypeKVCacheManager(ABC):
         self.record_new(table.blocks(min(start_token // self.block_size, len(table))))
 
     def record_new(self, blocks: BlockList, skip_group_ids: Sequence[int] = ()) -> None:
-        """Record new blocks for zeroing, if the model needs it, except for the skipped groups."""
+        """Record new blocks for zeroing if the model needs it, except those of skipped groups."""
         if not self.records_new_block_ids:
             return
         for group_id, ids in zip(self.attention_type.group_ids, blocks.block_ids(), strict=True):
@@ -232,14 +232,16 @@ class SingleTypeKVCacheManager(ABC):
         """Raise AssertionError if a request's block table breaks an invariant."""
         where = f"request {request_id}, {self.attention_type}"
         blocks = table.blocks()
-        assert 0 <= table.num_released <= len(blocks), f"{where}: released too many"
+        assert 0 <= table.num_released <= len(blocks), (
+            f"{where}: {table.num_released} of {len(blocks)} blocks are released"
+        )
         for i, block in enumerate(blocks):
             if i < table.num_released:
-                assert block.is_null, f"{where}: block {i} was released: {block}"
+                assert block.is_null, f"{where}: released block {i} is {block}, not null"
             elif block.is_null:
                 is_between = self.has_gaps and i + 1 < len(blocks)
-                assert is_between, f"{where}: block {i} is missing"
+                assert is_between, f"{where}: block {i} is null"
             else:
-                assert block.type_id == self.type_id, f"{where}: block {i} is {block}"
+                assert block.type_id == self.type_id, f"{where}: block {i} has type {block.type_id}"
             if block.block_hash is not None:
-                assert i < table.num_cached, f"{where}: block {i} was cached too early"
+                assert i < table.num_decided, f"{where}: undecided block {i} is cached"

@@ -51,9 +51,9 @@ class MambaManager(RecentBlocksManager):
     def cache_blocks(
         self, request: Request, table: BlockTable, num_tokens: int, boundaries: Sequence[int]
     ) -> int:
-        begin = table.num_cached
+        begin = table.num_decided
         cache_at = super().cache_blocks(request, table, num_tokens, boundaries)
-        if begin < table.num_cached:
+        if begin < table.num_decided:
             self._cached_this_step.update(
                 block.block_hash for block in table.blocks(begin) if block.block_hash is not None
             )
