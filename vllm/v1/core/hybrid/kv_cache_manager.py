@@ -72,7 +72,7 @@ class KVCacheManager:
     ) -> None:
         facts = None if is_covered else EngineFacts.from_arguments(locals())
         if facts is not None and (feature := find_uncovered_feature(facts)) is not None:
-            raise ValueError(f"{feature} is not covered by the hybrid KV cache; use base's manager")
+            raise ValueError(f"{feature} is not covered by the hybrid manager; use base's manager")
         if watermark < 0.0:
             raise ValueError(f"watermark must be at least 0.0, got {watermark}")
         self.max_model_len = max_model_len
