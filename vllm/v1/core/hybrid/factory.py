@@ -60,9 +60,8 @@ class _Either(ABCMeta):
         return super().__call__(*args, **kwargs)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if cls is EitherKVCacheManager and issubclass(
-            subclass, KVCacheManager | BaseKVCacheManager
-        ):
+        either = KVCacheManager | BaseKVCacheManager
+        if cls is EitherKVCacheManager and issubclass(subclass, either):
             return True
         return super().__subclasscheck__(subclass)
 

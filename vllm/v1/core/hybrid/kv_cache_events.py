@@ -20,10 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
-from vllm.v1.kv_cache_interface import (
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.request import Request
 
 

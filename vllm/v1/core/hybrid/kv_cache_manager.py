@@ -89,11 +89,11 @@ class KVCacheManager:
         collector = metrics_collector
         self._residency = ResidencyMetrics(collector, enable_caching) if collector else None
 
+        if max_in_flight_tokens is None:
+            max_in_flight_tokens = max_model_len
         settings = CacheSettings(
             max_model_len=max_model_len,
-            max_in_flight_tokens=(
-                max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
-            ),
+            max_in_flight_tokens=max_in_flight_tokens,
             scheduler_block_size=scheduler_block_size,
             hash_block_size=hash_block_size,
             enable_caching=enable_caching,
@@ -300,10 +300,8 @@ class KVCacheManager:
         if computed_end >= blocks.release_at:
             coordinator.release_processed(request, blocks, computed_end)
         new_blocks = self.empty_kv_cache_blocks
-        slots_end = step_end + num_lookahead_tokens
-        if slots_end > self.max_model_len:
-            slots_end = self.max_model_len
-        if slots_end >= blocks.allocate_at:
+        if step_end + num_lookahead_tokens >= blocks.allocate_at:
+            slots_end = min(step_end + num_lookahead_tokens, self.max_model_len)
             num_tokens, prompt_end = request.num_tokens, request.num_prompt_tokens
             step = Step(computed_end, computed_end, step_end, slots_end, num_tokens, prompt_end)
             allocated = coordinator.allocate(request_id, blocks, step)
@@ -323,7 +321,7 @@ class KVCacheManager:
         blocks: RequestBlocks,
         step: Step,
         delay_cache_blocks: bool,
-        skip_zeroing_group_ids: tuple[int, ...],
+        skip_group_ids: tuple[int, ...],
     ) -> KVCacheBlocks | None:
         """Release, allocate and cache for a step, each only if it is due."""
         coordinator = self.coordinator
@@ -332,9 +330,7 @@ class KVCacheManager:
             coordinator.release_processed(request, blocks, step.computed_end)
         new_blocks = self.empty_kv_cache_blocks
         if step.slots_end >= blocks.allocate_at or step.num_encoder_tokens:
-            allocated = coordinator.allocate(
-                request.request_id, blocks, step, skip_zeroing_group_ids
-            )
+            allocated = coordinator.allocate(request.request_id, blocks, step, skip_group_ids)
             if allocated is None:
                 return None
             if self._residency is not None:

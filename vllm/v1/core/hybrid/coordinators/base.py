@@ -104,8 +104,7 @@ class KVCacheCoordinator(ABC):
 
     def is_usable(self, hits: BlocksByType) -> bool:
         """Whether this step can start from a hit; if not, the next step can."""
-        delaying = self._delaying
-        return not delaying or all(m.is_usable(hits[m.type_id]) for m in delaying)
+        return not self._delaying or all(m.is_usable(hits[m.type_id]) for m in self._delaying)
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""

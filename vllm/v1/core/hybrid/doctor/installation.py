@@ -3,7 +3,7 @@
 
 import os
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import distributions, entry_points
 
 from vllm.v1.core.hybrid import activation, plugin
 
@@ -37,26 +37,16 @@ def _base_version() -> Check:
     from vllm import __version__
 
     supported = activation.is_supported(__version__)
-    name = next(filter(_is_installed, _BASE_DISTRIBUTIONS), "vllm, not from a wheel,")
+    installed = [name for name in _BASE_DISTRIBUTIONS if any(distributions(name=name))]
+    name = installed[0] if installed else "vllm, not from a wheel,"
     tested = ", ".join(activation.SUPPORTED_BASE_VERSIONS)
     note = "supported" if supported else f"tested: {tested}"
     return Check("base vLLM", supported, f"{name} {__version__} ({note})")
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def _native_core() -> Check:
-    try:
-        import vllm.v1.core.hybrid._core  # noqa: F401
-    except ImportError as error:
-        return Check("native core", False, f"{error}; reinstall vllm-hybrid-kv")
-    return Check("native core", True, "built")
+    obstacle = activation.find_native_obstacle()
+    return Check("native core", obstacle is None, obstacle or "built")
 
 
 def _entry_point() -> Check:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import cast
 
@@ -25,10 +26,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backends.utils import (
-    get_supported_kv_cache_layouts,
-    resolve_kv_cache_layout,
-)
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.core.hybrid.attention_type import AttentionType, describe, get_attention_types
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_reason_for_base
 from vllm.v1.core.kv_cache_utils import (
@@ -37,10 +35,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
@@ -188,13 +183,10 @@ def _rows(
 def _layers(names: Sequence[str]) -> str:
     """``"0-2, 5"`` for the layers ``model.layers.0.self_attn`` and so on."""
     found = [re.search(r"\.(\d+)\.", name) for name in names]
-    numbers = sorted(int(match[1]) for match in found if match)
-    if len(numbers) < len(names):
+    if not all(found):
         return ", ".join(names)
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number <= spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    numbers = sorted({int(match[1]) for match in found if match})
+    # Numbers that follow each other differ from their places by the same amount.
+    in_turn = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in in_turn]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
