@@ -30,12 +30,12 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         #: Whether the ``boundaries`` of a request are kept. Dense retention includes them.
         self.keeps_boundaries = interval is not None
         #: A hit can also end at each multiple of so many blocks; None: nowhere else.
-        self.retention_interval = (
+        self.retention_interval_blocks = (
             self.blocks_per_hit if interval is None else interval // self.block_size or None
         )
         self.caches_all = (
-            self.retention_interval is not None
-            and self.retention_interval <= self.num_blocks_around
+            self.retention_interval_blocks is not None
+            and self.retention_interval_blocks <= self.num_blocks_around
         )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -79,7 +79,7 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         Dense retention keeps all such positions. A positive interval keeps its multiples and the
         ``boundaries``. 0 keeps the ``boundaries`` only.
         """
-        interval = self.retention_interval
+        interval = self.retention_interval_blocks
         if interval is None and not self.caches_beyond(begin, boundaries):
             return ()  # usual for output tokens
         # Runs end where hits can end, or after the block that such a hit peeks at.
@@ -104,6 +104,6 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
 
     def caches_beyond(self, end: int, boundaries: Sequence[int]) -> bool:
         return (
-            self.retention_interval is not None
+            self.retention_interval_blocks is not None
             or end < max(boundaries) // self.block_size + self.num_peeked
         )
