@@ -17,7 +17,8 @@ namespace hybrid_kv {
 // |  released  |  cached, or left out of the cache  |  undecided  |
 // 0      num_released                         num_decided     size()
 //
-// The null block replaces released blocks, and blocks that no step has written.
+// The null block stands for blocks that the request does not hold: released, skipped by a hit or a
+// load, or between two states.
 class BlockTable {
  public:
   BlockTable(std::shared_ptr<BlockPool> pool, std::int64_t type_id);
@@ -39,7 +40,8 @@ class BlockTable {
 
   // Throws std::invalid_argument if the table is not empty or a block of the hit is stale.
   void check_adoptable(const BlockList& hit) const;
-  // Starts the table with a prefix hit, whose first `num_skipped` blocks are not needed. Call
+  // Starts the table with `num_skipped` null blocks, then the rest of a prefix hit. With a load,
+  // `num_skipped` can exceed the hit, which may be empty. Call
   // check_adoptable() first.
   void adopt(const BlockList& hit, std::size_t num_skipped);
 

@@ -51,27 +51,27 @@ void add_ids(std::int64_t& num_ids, std::size_t num_blocks, std::size_t num_grou
 
 }  // namespace
 
-PrefixHits::PrefixHits(const BlockPool& pool, const std::vector<const BlockList*>& lists,
-                       const std::vector<std::int64_t>& num_skipped)
+PrefixHit::PrefixHit(const BlockPool& pool, const std::vector<const BlockList*>& lists,
+                     const std::vector<std::int64_t>& num_skipped)
     : pool_(pool) {
   if (lists.size() != num_skipped.size()) {
     throw std::invalid_argument("num_skipped must hold one count per hit, got " +
                                 std::to_string(num_skipped.size()) + " for " +
                                 std::to_string(lists.size()) + " hits");
   }
-  hits_.reserve(lists.size());
+  parts_.reserve(lists.size());
   for (std::size_t i = 0; i < lists.size(); ++i) {
     if (lists[i]->pool.get() != &pool) {
       throw std::invalid_argument("hits must be block lists of this pool, got one of another pool");
     }
     const std::int64_t skipped = checked_blocks("num_skipped", num_skipped[i]);
-    hits_.push_back({lists[i], static_cast<std::size_t>(skipped)});
+    parts_.push_back({lists[i], static_cast<std::size_t>(skipped)});
   }
 }
 
-std::int64_t PrefixHits::count_evictable_ids() const {
+std::int64_t PrefixHit::count_evictable_ids() const {
   std::int64_t num_ids = 0;
-  for (const Hit& hit : hits_) {
+  for (const Part& hit : parts_) {
     std::size_t num_blocks = 0;
     for (std::size_t i = hit.num_skipped; i < hit.list->blocks.size(); ++i) {
       pool_.checked(hit.list->blocks[i]);
@@ -112,7 +112,7 @@ void RequestTables::check_targets(const std::vector<Target>& targets) const {
   }
 }
 
-void RequestTables::check_types(const PrefixHits& hits) const {
+void RequestTables::check_types(const PrefixHit& hits) const {
   bool same = hits.size() == tables_.size();
   for (std::size_t i = 0; same && i < hits.size(); ++i) {
     same = hits[i].list->type_id == tables_[i]->type_id();
@@ -129,7 +129,7 @@ void RequestTables::check_types(const PrefixHits& hits) const {
 }
 
 std::int64_t RequestTables::num_missing_ids(const std::vector<Target>& targets,
-                                            const PrefixHits& hits) const {
+                                            const PrefixHit& hits) const {
   check_targets(targets);
   check_types(hits);
   std::int64_t num_ids = 0;
@@ -141,7 +141,7 @@ std::int64_t RequestTables::num_missing_ids(const std::vector<Target>& targets,
   return num_ids;
 }
 
-void RequestTables::adopt(const PrefixHits& hits) {
+void RequestTables::adopt(const PrefixHit& hits) {
   check_types(hits);
   for (std::size_t i = 0; i < tables_.size(); ++i) tables_[i]->check_adoptable(*hits[i].list);
   for (std::size_t i = 0; i < tables_.size(); ++i) {

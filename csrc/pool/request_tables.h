@@ -22,20 +22,20 @@ struct Target {
 
 // A prefix hit of one request: the blocks of each attention type. The first `num_skipped` blocks of
 // a type are not needed. The lists and the pool must outlive this object.
-class PrefixHits {
+class PrefixHit {
  public:
-  struct Hit {
+  struct Part {
     const BlockList* list;
     std::size_t num_skipped;
   };
 
   // Throws std::invalid_argument unless the lists are of this pool, with one count of 0 to 2^32 - 1
   // each.
-  PrefixHits(const BlockPool& pool, const std::vector<const BlockList*>& lists,
-             const std::vector<std::int64_t>& num_skipped);
+  PrefixHit(const BlockPool& pool, const std::vector<const BlockList*>& lists,
+            const std::vector<std::int64_t>& num_skipped);
 
-  std::size_t size() const { return hits_.size(); }
-  const Hit& operator[](std::size_t i) const { return hits_[i]; }
+  std::size_t size() const { return parts_.size(); }
+  const Part& operator[](std::size_t i) const { return parts_[i]; }
 
   // Physical ids of the needed blocks without references. They count as free until the hit is
   // adopted.
@@ -44,7 +44,7 @@ class PrefixHits {
 
  private:
   const BlockPool& pool_;
-  std::vector<Hit> hits_;
+  std::vector<Part> parts_;
 };
 
 // The block tables of one request. Each operation applies to all tables or changes nothing.
@@ -56,12 +56,12 @@ class RequestTables {
 
   // Physical ids that allocate() takes for the targets after the hits were adopted. Throws
   // std::invalid_argument for bad targets, as allocate() does, and for hits of other types.
-  std::int64_t num_missing_ids(const std::vector<Target>& targets, const PrefixHits& hits) const;
+  std::int64_t num_missing_ids(const std::vector<Target>& targets, const PrefixHit& hits) const;
 
   // Starts the tables with a prefix hit and references its needed blocks. Null blocks replace the
   // others. Throws std::invalid_argument, with nothing changed, if a table is not empty, a block of
   // the hit is stale, or the hits are of other types.
-  void adopt(const PrefixHits& hits);
+  void adopt(const PrefixHit& hits);
 
   // Appends the missing blocks. Returns the new blocks, one list per table. Returns nullopt, with
   // nothing changed, if fewer than `num_kept_free` physical ids would stay free. Throws
@@ -72,7 +72,7 @@ class RequestTables {
 
  private:
   void check_targets(const std::vector<Target>& targets) const;
-  void check_types(const PrefixHits& hits) const;
+  void check_types(const PrefixHit& hits) const;
 
   const std::shared_ptr<BlockPool>& pool_;
   std::vector<BlockTable*> tables_;

@@ -176,7 +176,7 @@ BlockList find_last_run(const PyPool& self, nb::handle type_id, nb::handle block
 std::int64_t count_evictable_ids(const PyPool& self, nb::handle hits, nb::handle num_skipped) {
   const std::vector<const BlockList*> lists = to_lists(hits);
   const std::vector<std::int64_t> skipped = to_num_skipped(num_skipped);
-  return PrefixHits(*self.pool, lists, skipped).count_evictable_ids();
+  return PrefixHit(*self.pool, lists, skipped).count_evictable_ids();
 }
 
 std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle targets,
@@ -186,14 +186,14 @@ std::int64_t num_missing_ids(const PyPool& self, nb::handle tables, nb::handle t
   const std::vector<const BlockList*> lists = to_lists(hits);
   const std::vector<std::int64_t> skipped = to_num_skipped(num_skipped);
   return RequestTables(self.pool, std::move(all))
-      .num_missing_ids(wanted, PrefixHits(*self.pool, lists, skipped));
+      .num_missing_ids(wanted, PrefixHit(*self.pool, lists, skipped));
 }
 
 void adopt(const PyPool& self, nb::handle tables, nb::handle hits, nb::handle num_skipped) {
   std::vector<BlockTable*> all = to_tables(tables);
   const std::vector<const BlockList*> lists = to_lists(hits);
   const std::vector<std::int64_t> skipped = to_num_skipped(num_skipped);
-  RequestTables(self.pool, std::move(all)).adopt(PrefixHits(*self.pool, lists, skipped));
+  RequestTables(self.pool, std::move(all)).adopt(PrefixHit(*self.pool, lists, skipped));
 }
 
 nb::object allocate(const PyPool& self, nb::handle tables, nb::handle targets,

@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "hits end inside another type's block",
         RECENT,
-        "num_blocks, length, per_hit",
+        "num_blocks, length, alignment",
         "num_blocks, length, 1",
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "full attention hits end at any block",
         FULL,
-        "num_blocks, self.blocks_per_hit",
+        "num_blocks, self.hit_alignment_blocks",
         "num_blocks, 1",
     ),
     Mutant(
@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "hits that are evictable are not counted in admission",
         ADMISSION,
-        "num_evictable = pool.count_evictable_ids(hits, num_skipped)",
-        "num_evictable = 0",
+        "num_hit_free = pool.count_evictable_ids(hits, num_skipped)",
+        "num_hit_free = 0",
     ),
     Mutant(
         "admission counts a window as if it kept everything",

@@ -65,7 +65,8 @@ class BlockTable(metaclass=_NanobindType):
     |  released  |  cached, or left out of the cache  |  undecided  |
     0      num_released                         num_decided   len(table)
 
-    The null block replaces released blocks, and blocks that no step has written. A table that is
+    The null block stands for blocks that the request does not hold: released, skipped by a hit or
+    a load, or between two states. A table that is
     deleted releases its blocks.
     """
 
@@ -175,7 +176,8 @@ class BlockPool(metaclass=_NanobindType):
     ) -> None:
         """Start a request's tables with a prefix hit, and reference its blocks.
 
-        The first ``num_skipped`` blocks of each type are not needed: null blocks replace them.
+        Each table gets ``num_skipped`` null blocks, then the rest of the hit. With a load,
+        ``num_skipped`` can exceed the hit, which may be empty.
 
         Raises:
             ValueError: with nothing changed, if a table is not empty, or a block of the hit was

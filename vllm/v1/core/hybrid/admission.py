@@ -56,25 +56,28 @@ class Admission:
         num_free = pool.get_num_free_blocks()
         max_slots = max(step.slots_end, step.num_encoder_tokens, whole_end)
         if coordinator.max_physical_blocks(max_slots) > num_free - step.num_kept_free:
-            num_evictable = pool.count_evictable_ids(hits, num_skipped)
+            # These ids count as free now, and not once the hit is adopted.
+            num_hit_free = pool.count_evictable_ids(hits, num_skipped)
             if whole_end:
                 whole = replace(step, step_end=whole_end, slots_end=whole_end)
                 num_missing = pool.num_missing_ids(
                     blocks.tables, coordinator.peak_targets(whole), hits, num_skipped
                 )
-                if num_missing > num_free - num_evictable - step.num_kept_free + reserved_blocks:
+                if num_missing > num_free - num_hit_free - step.num_kept_free + reserved_blocks:
                     return False
             if not blocks.is_new and step.step_end > step.computed_end:
                 # What the request does not read any more makes room.
-                coordinator.release_processed(request, blocks, step.computed_end)
+                coordinator.release_unread(request, blocks, step.computed_end)
                 num_free = pool.get_num_free_blocks()
             num_missing = pool.num_missing_ids(
                 blocks.tables, coordinator.targets(step), hits, num_skipped
             )
-            if num_missing > num_free - num_evictable - step.num_kept_free:
+            if num_missing > num_free - num_hit_free - step.num_kept_free:
                 return False
         has_hit = step.hit_end > request.num_computed_tokens
-        # A request whose only token was loaded already has its blocks and adopts nothing.
+        # A load without a hit adopts an empty hit, so that null blocks stand for what the load
+        # skips. A request with blocks, whose load has arrived, adopts nothing: base looks up a
+        # prompt of one token again.
         if has_hit or (blocks.is_new and step.computed_end > step.hit_end):
             pool.adopt(blocks.tables, hits, num_skipped)
             if self._residency is not None:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-#: Admitting a request in one of them must leave the watermark free.
+#: Statuses of requests that do not run. Admitting one leaves the watermark free if others run.
 WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -114,12 +114,9 @@ class KVCacheManager:
         #: Shared by all calls that return no blocks.
         self.empty_kv_cache_blocks = KVCacheBlocks(self.coordinator.no_blocks, self._group_layout)
         #: Per KV cache group, its kind and sliding window, as KV cache events report them.
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.kv_cache_event_metadata = tuple(
-            (
-                get_kv_cache_spec_kind(group.kv_cache_spec).value,
-                get_kv_cache_spec_sliding_window(group.kv_cache_spec),
-            )
-            for group in kv_cache_config.kv_cache_groups
+            (get_kv_cache_spec_kind(s).value, get_kv_cache_spec_sliding_window(s)) for s in specs
         )
         self._gates = StepGates()
         self._gates.guard(self, KVCacheManager)
@@ -133,8 +130,8 @@ class KVCacheManager:
 
         Returns:
             The blocks of the hit; its length in tokens; and the junction, or 0. The junction is
-            the position up to which a full-attention type has the prefix cached while a type that
-            caches sparsely has not. If this request keeps its blocks there, the next one can hit.
+            how far the first type asked (full attention, if there is one) has the prefix cached,
+            if that is beyond the hit. If this request keeps its blocks there, the next one can hit.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
@@ -252,11 +249,10 @@ class KVCacheManager:
         Raises:
             ValueError: if there is nothing to do.
         """
-        adopts = num_new_computed_tokens > 0 or num_external_computed_tokens > 0
-        if num_new_tokens <= 0 and not adopts:
+        has_hit_or_load = num_new_computed_tokens > 0 or num_external_computed_tokens > 0
+        if num_new_tokens <= 0 and not has_hit_or_load:
             raise ValueError(
-                f"num_new_tokens must be at least 1 without computed tokens to adopt, "
-                f"got {num_new_tokens}"
+                f"num_new_tokens must be at least 1 without a hit or a load, got {num_new_tokens}"
             )
         is_waiting = request.status in WAITING_STATUSES
         blocks = self.coordinator.blocks_of(request.request_id)
@@ -279,7 +275,7 @@ class KVCacheManager:
             num_encoder_tokens,
             reserved_blocks + watermark,
         )
-        if full_sequence_must_fit or adopts:
+        if full_sequence_must_fit or has_hit_or_load:
             hits = new_computed_blocks or self.empty_kv_cache_blocks
             whole_end = min(num_tokens, self.max_model_len) if full_sequence_must_fit else 0
             if not self._admission.admit(
@@ -298,7 +294,7 @@ class KVCacheManager:
         computed_end = request.num_computed_tokens
         step_end = computed_end + num_new_tokens
         if computed_end >= blocks.release_at:
-            coordinator.release_processed(request, blocks, computed_end)
+            coordinator.release_unread(request, blocks, computed_end)
         new_blocks = self.empty_kv_cache_blocks
         if step_end + num_lookahead_tokens >= blocks.allocate_at:
             slots_end = min(step_end + num_lookahead_tokens, self.max_model_len)
@@ -327,7 +323,7 @@ class KVCacheManager:
         coordinator = self.coordinator
         # Release first: it makes room. A step that only loads reads nothing and releases nothing.
         if step.step_end > step.computed_end:
-            coordinator.release_processed(request, blocks, step.computed_end)
+            coordinator.release_unread(request, blocks, step.computed_end)
         new_blocks = self.empty_kv_cache_blocks
         if step.slots_end >= blocks.allocate_at or step.num_encoder_tokens:
             allocated = coordinator.allocate(request.request_id, blocks, step, skip_group_ids)

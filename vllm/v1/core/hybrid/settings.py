@@ -50,24 +50,24 @@ class CacheSettings:
             if not holds:
                 raise ValueError(f"{name} must be {accepted}, got {value}")
 
-        per_hit, per_hash = self.scheduler_block_size, self.hash_block_size
+        alignment, per_hash = self.scheduler_block_size, self.hash_block_size
         interval, name = self.retention_interval or 0, "prefix_cache_retention_interval"
-        multiple = interval >= 0 and interval % per_hit == 0
-        require(multiple, name, interval, f"0 or a positive multiple of {per_hit}")
+        multiple = interval >= 0 and interval % alignment == 0
+        require(multiple, name, interval, f"0 or a positive multiple of {alignment}")
         sparse = any(isinstance(t.spec, SlidingWindowSpec | MambaSpec) for t in attention_types)
         accepted = "0 for a model without sliding-window or Mamba layers"
         require(interval == 0 or sparse, name, interval, accepted)
         # Without prefix caching there are no hashes and no hits.
         if not self.enable_caching:
             return
-        hit, hashes = ("scheduler_block_size", per_hit), ("hash_block_size", per_hash)
-        require(per_hit % per_hash == 0, *hit, f"a multiple of {hashes[0]} ({per_hash})")
+        hit, hashes = ("scheduler_block_size", alignment), ("hash_block_size", per_hash)
+        require(alignment % per_hash == 0, *hit, f"a multiple of {hashes[0]} ({per_hash})")
         for t in attention_types:
             size = t.spec.block_size
-            require(per_hit % size == 0, *hit, f"a multiple of the block size of {t}")
+            require(alignment % size == 0, *hit, f"a multiple of the block size of {t}")
             require(size % per_hash == 0, *hashes, f"a divisor of the block size of {t}")
         # The block after a hit must hold all tokens that the drafter reads there.
         lookahead = self.num_prefill_lookahead
-        fits = lookahead <= per_hit or not any(t.is_eagle for t in attention_types)
-        accepted = f"at most scheduler_block_size ({per_hit}) with prefix caching"
+        fits = lookahead <= alignment or not any(t.is_eagle for t in attention_types)
+        accepted = f"at most scheduler_block_size ({alignment}) with prefix caching"
         require(fits, "num_prefill_lookahead", lookahead, accepted)

@@ -3,8 +3,9 @@
 
 import msgspec
 
-#: Larger than every position and count: the position of what never happens, the count of all.
-NEVER = ALL = 1 << 62
+#: Larger than every position and count: where what never happens would, a count that means all,
+#: and one that limits nothing.
+NEVER = ALL = NO_LIMIT = 1 << 62
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -15,7 +16,8 @@ class Step(msgspec.Struct, frozen=True, gc=False):
         |  computed before  |  hit  |  loaded  |  computed in the step  |  lookahead  |
                                  hit_end  computed_end              step_end      slots_end
 
-    A request without a prefix hit or a load has ``hit_end == computed_end``.
+    Without a load, ``computed_end`` is ``hit_end``. Without a hit, ``hit_end`` is the number of
+    tokens computed before.
     """
 
     hit_end: int
@@ -43,6 +45,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
         return max(self.prompt_end, self.sequence_end - 1)
 
 
-#: What a block table must hold after a step: its length in blocks, and how many of the new blocks
-#: get physical ids. The last new blocks get ids; the others are null.
+#: What a block table must hold after a step: ``(num_blocks, num_written)``, its length in blocks,
+#: and at most how many of the new blocks, counted from the end, get physical ids. The others are
+#: null.
 Target = tuple[int, int]

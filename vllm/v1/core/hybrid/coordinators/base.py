@@ -11,7 +11,7 @@ from vllm.v1.core.hybrid._core import BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, get_group_layout
 from vllm.v1.core.hybrid.managers import SingleTypeKVCacheManager, manager_class
-from vllm.v1.core.hybrid.step import NEVER, Step, Target
+from vllm.v1.core.hybrid.step import NEVER, NO_LIMIT, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
@@ -20,17 +20,18 @@ from vllm.v1.request import Request
 class RequestBlocks:
     """A request's block tables, one per attention type, and when they next have work to do.
 
-    Each ``*_at`` is a position: a step up to there has such work for some type, no earlier one.
+    Each ``*_at`` is a number of tokens below which no type has such work.
     """
 
     tables: tuple[BlockTable, ...]
     #: Managers of the types that may still cache blocks for the request.
     caching: Sequence[SingleTypeKVCacheManager]
-    #: Slots are missing.
+    #: Slots are missing. Compared with the end of the step's slots.
     allocate_at: int = 0
-    #: Blocks become cacheable.
+    #: Blocks become cacheable. Compared with the end of the final tokens.
     cache_at: int = 0
-    #: Blocks leave a window. This is a position of processed tokens, not of the step's end.
+    #: Blocks leave a window. Compared with the tokens that are processed: computed and not in
+    #: flight.
     release_at: int = 0
 
     @property
@@ -40,7 +41,8 @@ class RequestBlocks:
 
     def next_event(self) -> int:
         """A lower bound of the next event, in tokens up to the end of a step's slots."""
-        # A step adds at least one token to those processed before it.
+        # The gate compares it with the end of the step's slots. That is at least one beyond the
+        # tokens computed before the step, the most that `release_at` is compared with.
         event = self.release_at + 1
         if self.allocate_at < event:
             event = self.allocate_at
@@ -53,8 +55,7 @@ class Hit:
 
     blocks: BlocksByType
     num_tokens: int
-    #: Position where the hit would end if the types that cache sparsely had kept their blocks
-    #: there; 0 if that is not after the hit's end.
+    #: Where the answer of the first type asked ended, if that is beyond the hit; otherwise 0.
     junction: int = 0
 
 
@@ -85,9 +86,9 @@ class KVCacheCoordinator(ABC):
         )
         self.no_blocks: BlocksByType = tuple(manager.no_blocks for manager in self.managers)
         self.requests: dict[str, RequestBlocks] = {}
-        self._blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
+        self._physical_blocks_per_token = sum(m.num_groups / m.block_size for m in self.managers)
         # Targets change only at its multiples. gcd() ignores the 0 of types that do not grow.
-        self._slots_unit = math.gcd(*(m.slots_per_block for m in self.managers)) or NEVER
+        self._slots_unit = math.gcd(*(m.slots_per_block for m in self.managers)) or NO_LIMIT
         self._caching: tuple[SingleTypeKVCacheManager, ...] = self.managers
         self._releasing = tuple(m for m in self.managers if m.releases)
         self._delaying = tuple(m for m in self.managers if m.delays_hits)
@@ -147,7 +148,8 @@ class KVCacheCoordinator(ABC):
 
     def max_physical_blocks(self, num_tokens: int) -> int:
         """An upper bound of the physical blocks that all types need for ``num_tokens``."""
-        return int(num_tokens * self._blocks_per_token) + len(self.single_type_managers)
+        # The last block of each group may be partly filled.
+        return int(num_tokens * self._physical_blocks_per_token) + len(self.single_type_managers)
 
     def num_skipped_blocks(self, hit_end: int, resume_at: int) -> Sequence[int]:
         """Per type, the leading blocks that no query from position ``resume_at`` on reads.
@@ -189,20 +191,14 @@ class KVCacheCoordinator(ABC):
         """
         if any(map(len, new_computed_blocks)):
             raise ValueError(f"new_computed_blocks must be empty, got {new_computed_blocks}")
-        step = Step(
-            hit_end=total_computed_tokens,
-            computed_end=total_computed_tokens,
-            step_end=num_tokens_main_model,
-            slots_end=num_tokens,
-            sequence_end=prefill_end,
-            prompt_end=prefill_end,
-            num_encoder_tokens=num_encoder_tokens,
-        )
+        end, step_end = total_computed_tokens, num_tokens_main_model
+        # A prompt that ends where the prefill ends.
+        step = Step(end, end, step_end, num_tokens, prefill_end, prefill_end, num_encoder_tokens)
         return self.block_pool.num_missing_ids(
             self.blocks_of(request_id).tables,
             self.peak_targets(step) if apply_admission_cap else self.targets(step),
             self.no_blocks,
-            self.num_skipped_blocks(total_computed_tokens, total_computed_tokens),
+            self.num_skipped_blocks(end, end),
         )
 
     def allocate(
@@ -243,8 +239,8 @@ class KVCacheCoordinator(ABC):
                 release_at = position
         blocks.release_at = release_at
 
-    def release_processed(self, request: Request, blocks: RequestBlocks, computed_end: int) -> None:
-        """Release what the step after ``computed_end`` and the steps in flight do not read."""
+    def release_unread(self, request: Request, blocks: RequestBlocks, computed_end: int) -> None:
+        """`release_skipped` for the computed tokens minus those in flight."""
         self.release_skipped(blocks, computed_end - request.num_in_flight_tokens)
 
     def cache_blocks(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
@@ -273,8 +269,9 @@ class KVCacheCoordinator(ABC):
         alignment = self.scheduler_block_size
         boundaries = [(request.num_prompt_tokens - 1) // alignment * alignment]
         if self.eagle_group_ids:
-            # The block after the hit must be full. If a prompt just fills its last block, a longer
-            # prompt finds that block, and the same prompt does not.
+            # The block after a hit must be cached too, so hits end one alignment earlier. As in
+            # base, both ends are kept for a prompt that just fills its last block: with a single
+            # group, the same prompt resumes at the lower one only.
             longer = request.num_prompt_tokens // alignment * alignment
             boundaries = [max(end - alignment, 0) for end in {boundaries[0], longer}]
         if request.shared_prefix_boundary:
@@ -296,9 +293,7 @@ class KVCacheCoordinator(ABC):
     def get_blocks(self, request_id: str) -> BlocksByType:
         """A request's blocks per type; none for an unknown request."""
         known = self.requests.get(request_id)
-        if known is None:
-            return self.no_blocks
-        return tuple([table.blocks() for table in known.tables])
+        return tuple([t.blocks() for t in known.tables]) if known is not None else self.no_blocks
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the first broken invariant of tables, index and pool."""

@@ -29,17 +29,17 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         that all accept is the longest there is.
         """
         hits = list(self.no_blocks)
-        length, longest = max_tokens, -1
+        length, first_length = max_tokens, -1
         for manager in self._to_cut:
             hits[manager.type_id], length = manager.find_longest_hit(block_hashes, length)
-            if longest < 0:
-                longest = length  # no later answer is longer than the first
+            if first_length < 0:
+                first_length = length  # no later answer is longer
         while True:
             candidate = length
             for manager in self._to_verify:
                 hits[manager.type_id], candidate = manager.find_longest_hit(block_hashes, candidate)
-                if longest < 0:
-                    longest = candidate
+                if first_length < 0:
+                    first_length = candidate
             # With one type to verify, the candidate is its own answer.
             converged = candidate == length or len(self._to_verify) <= 1
             length = candidate
@@ -50,4 +50,4 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             num_blocks = length // manager.block_size
             if num_blocks < len(hit):
                 hits[manager.type_id] = hit.truncated(num_blocks)
-        return Hit(tuple(hits), length, longest if longest > length else 0)
+        return Hit(tuple(hits), length, first_length if first_length > length else 0)

@@ -18,8 +18,6 @@ def manager_class(attention_type: AttentionType) -> type[SingleTypeKVCacheManage
     found = find_manager(attention_type.spec)
     if found is None:
         raise ValueError(f"the KV cache spec must be one with a manager, got {attention_type}")
-    module, name = found
-    manager_cls: type[SingleTypeKVCacheManager] = getattr(
-        import_module(f"{__name__}.{module}"), name
-    )
+    module = import_module(f"{__name__}.{found[0]}")
+    manager_cls: type[SingleTypeKVCacheManager] = getattr(module, found[1])
     return manager_cls

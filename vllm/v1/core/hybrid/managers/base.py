@@ -8,7 +8,7 @@ from typing import ClassVar
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.hybrid._core import BlockList, BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
-from vllm.v1.core.hybrid.step import ALL, NEVER, Step, Target
+from vllm.v1.core.hybrid.step import ALL, NEVER, NO_LIMIT, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
 from vllm.v1.request import Request
 
@@ -53,8 +53,8 @@ class SingleTypeKVCacheManager(ABC):
         if attention_type.is_eagle or sum(t.num_groups for t in block_pool.attention_types) == 1:
             self.num_not_final = settings.num_reprefillable_tokens
         #: Hit lengths are multiples of this many blocks, which all types can serve.
-        self.blocks_per_hit = settings.scheduler_block_size // self.block_size
-        self.hit_alignment = settings.scheduler_block_size
+        self.hit_alignment_blocks = settings.scheduler_block_size // self.block_size
+        self.hit_alignment_tokens = settings.scheduler_block_size
         self.block_pool = block_pool
         self.event_log = block_pool.event_log
         self.settings = settings
@@ -62,7 +62,7 @@ class SingleTypeKVCacheManager(ABC):
         #: Whether every block can serve a hit.
         self.caches_all = True
         #: The most blocks that one request ever holds at a time.
-        self.max_blocks_per_request = NEVER
+        self.max_blocks_per_request = NO_LIMIT
         self.records_new_block_ids = settings.needs_zeroing and isinstance(
             attention_type.spec, specs.AttentionSpec
         )
@@ -75,7 +75,7 @@ class SingleTypeKVCacheManager(ABC):
         return -(-step.slots_end // self.block_size), ALL
 
     def num_slots(self, table: BlockTable) -> int:
-        """Number of slots that a table has; `NEVER` if slots do not change the target."""
+        """Number of slots that a table has; `NO_LIMIT` if slots do not change the target."""
         return len(table) * self.block_size
 
     def num_computed_blocks(self, num_computed_tokens: int) -> int:
@@ -182,18 +182,19 @@ class SingleTypeKVCacheManager(ABC):
         block after that position.
         """
         num_full = max(num_tokens - self.num_not_final, 0) // self.block_size
-        num_blocks = num_full // self.blocks_per_hit * self.blocks_per_hit
-        if self.num_peeked and num_full > num_blocks and num_tokens >= self.hit_alignment:
+        num_blocks = num_full // self.hit_alignment_blocks * self.hit_alignment_blocks
+        # As in base, the peeked block waits for the first position where a hit can end.
+        if self.num_peeked and num_full > num_blocks and num_tokens >= self.hit_alignment_tokens:
             num_blocks += 1
         return num_blocks
 
     def next_cacheable(self, num_blocks: int) -> int:
         """The number of tokens at which more than ``num_blocks`` become cacheable."""
-        per_hit = self.blocks_per_hit
-        if self.num_peeked and num_blocks % per_hit == 0:
+        alignment = self.hit_alignment_blocks
+        if self.num_peeked and num_blocks % alignment == 0:
             num_tokens = (num_blocks + 1) * self.block_size + self.num_not_final
-            return max(num_tokens, self.hit_alignment)
-        return (num_blocks // per_hit + 1) * self.hit_alignment + self.num_not_final
+            return max(num_tokens, self.hit_alignment_tokens)
+        return (num_blocks // alignment + 1) * self.hit_alignment_tokens + self.num_not_final
 
     def report_stored(self, request: Request, span: range, stored: Sequence[int]) -> None:
         """Report blocks of a request as cached to the event log, which must be on."""

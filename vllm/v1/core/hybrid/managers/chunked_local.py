@@ -41,11 +41,12 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
 
         If a chunk begins at the boundary, no block is needed.
         """
-        num_blocks = max_tokens // self.block_size // self.blocks_per_hit * self.blocks_per_hit
+        alignment = self.hit_alignment_blocks
+        num_blocks = max_tokens // self.block_size // alignment * alignment
         while True:
             first = self.num_skipped_tokens(num_blocks * self.block_size) // self.block_size
             hits = self.block_pool.find_prefix(
-                self.type_id, block_hashes, num_blocks, self.blocks_per_hit, first
+                self.type_id, block_hashes, num_blocks, alignment, first
             )
             num_tokens = len(hits) * self.block_size
             # A hit that was cut before a miss may end in an earlier chunk and need its blocks.

@@ -7,7 +7,7 @@ from typing import ClassVar
 from vllm.v1.core.hybrid._core import BlockList, BlockTable
 from vllm.v1.core.hybrid.block_pool import BlockPool
 from vllm.v1.core.hybrid.managers.base import SingleTypeKVCacheManager
-from vllm.v1.core.hybrid.step import ALL, NEVER, Step, Target
+from vllm.v1.core.hybrid.step import ALL, NO_LIMIT, Step, Target
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 
@@ -33,7 +33,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         return -(-step.num_encoder_tokens // self.block_size), ALL
 
     def num_slots(self, table: BlockTable) -> int:
-        return NEVER
+        return NO_LIMIT
 
     def num_computed_blocks(self, num_computed_tokens: int) -> int:
         """All blocks: they are full from the first step on."""

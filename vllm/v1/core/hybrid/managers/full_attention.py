@@ -21,9 +21,9 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         num_blocks = max_tokens // self.block_size
         if not self.num_peeked:
             hits = self.block_pool.find_prefix(
-                self.type_id, block_hashes, num_blocks, self.blocks_per_hit
+                self.type_id, block_hashes, num_blocks, self.hit_alignment_blocks
             )
             return hits, len(hits) * self.block_size
         found = self.block_pool.find_prefix(self.type_id, block_hashes, num_blocks + 1)
-        num_blocks = max(len(found) - 1, 0) // self.blocks_per_hit * self.blocks_per_hit
+        num_blocks = max(len(found) - 1, 0) // self.hit_alignment_blocks * self.hit_alignment_blocks
         return found.truncated(num_blocks), num_blocks * self.block_size

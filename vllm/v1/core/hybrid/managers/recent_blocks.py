@@ -27,15 +27,16 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         #: The same, and the blocks after the boundary that must match.
         self.num_blocks_around = self.num_blocks_before + self.num_peeked
         interval = self.settings.retention_interval
-        #: Whether the ``boundaries`` of a request are kept. Dense retention includes them.
-        self.keeps_boundaries = interval is not None
-        #: A hit can also end at each multiple of so many blocks; None: nowhere else.
-        self.retention_interval_blocks = (
-            self.blocks_per_hit if interval is None else interval // self.block_size or None
+        #: Whether to keep the ``boundaries`` of a request, too. Dense retention (None) has them.
+        self.adds_boundaries = interval is not None
+        #: Besides the boundaries, hits can end at multiples of this many blocks. None, for the
+        #: setting 0: nowhere else. For the setting None, at every alignment.
+        self.dense_interval_blocks = (
+            self.hit_alignment_blocks if interval is None else interval // self.block_size or None
         )
         self.caches_all = (
-            self.retention_interval_blocks is not None
-            and self.retention_interval_blocks <= self.num_blocks_around
+            self.dense_interval_blocks is not None
+            and self.dense_interval_blocks <= self.num_blocks_around
         )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -54,20 +55,22 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         |  null  ...  null  |  cached  ...  cached  |  boundary  |  cached, with EAGLE  |
         """
         # As in base, even a window of one token needs one cached block.
-        length, per_hit = max(self.num_blocks_around, 1), self.blocks_per_hit
+        length, alignment = max(self.num_blocks_around, 1), self.hit_alignment_blocks
         num_blocks = max_tokens // self.block_size
         if not self.num_peeked:
             hits = self.block_pool.find_last_run(
-                self.type_id, block_hashes, num_blocks, length, per_hit
+                self.type_id, block_hashes, num_blocks, length, alignment
             )
             return hits, len(hits) * self.block_size
-        num_blocks = num_blocks // per_hit * per_hit
+        num_blocks = num_blocks // alignment * alignment
         while True:
             # The run ends one block after the boundary, so the search cannot align its end.
             run = self.block_pool.find_last_run(
                 self.type_id, block_hashes, num_blocks + 1, length, alignment=1
             )
-            num_blocks = max(len(run) - 1, 0) // per_hit * per_hit
+            num_blocks = max(len(run) - 1, 0) // alignment * alignment
+            # Accept no run, or one that ends one block after an aligned boundary. For any other,
+            # search again from the boundary below its end.
             if len(run) <= num_blocks + 1:
                 return run.truncated(num_blocks), num_blocks * self.block_size
 
@@ -79,12 +82,12 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
         Dense retention keeps all such positions. A positive interval keeps its multiples and the
         ``boundaries``. 0 keeps the ``boundaries`` only.
         """
-        interval = self.retention_interval_blocks
+        interval = self.dense_interval_blocks
         if interval is None and not self.caches_beyond(begin, boundaries):
             return ()  # usual for output tokens
         # Runs end where hits can end, or after the block that such a hit peeks at.
         num_blocks, peeked = self.num_blocks_around, self.num_peeked
-        ends = [b // self.block_size + peeked for b in boundaries] if self.keeps_boundaries else []
+        ends = [b // self.block_size + peeked for b in boundaries] if self.adds_boundaries else []
         if interval is not None:
             first = max((begin - peeked) // interval + 1, 1) * interval + peeked
             ends.extend(range(first, end + num_blocks, interval))
@@ -104,6 +107,6 @@ class RecentBlocksManager(SingleTypeKVCacheManager):
 
     def caches_beyond(self, end: int, boundaries: Sequence[int]) -> bool:
         return (
-            self.retention_interval_blocks is not None
+            self.dense_interval_blocks is not None
             or end < max(boundaries) // self.block_size + self.num_peeked
         )
