@@ -12,8 +12,9 @@ from typing import Any
 
 from support.kv_content import Unsafe
 from support.manager_model import ManagerModel, Observation
-from support.requests import LiveRequest
-from vllm.v1.request import RequestStatus
+from support.requests import LiveRequest, tokens_of
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus, StreamingUpdate
 
 Op = tuple[Any, ...]
 
@@ -71,7 +72,6 @@ class ManagerDriver(ManagerModel):
             blocks, hit, boundary = self.look_up(live)
             request.shared_prefix_boundary = boundary
             seen |= {"hit": hit, "boundary": boundary}
-            self.lookups.append((live.request_id, request.num_tokens, hit))
             computed = hit
         else:
             blocks, hit, boundary = self.manager.empty_kv_cache_blocks, 0, 0
@@ -97,9 +97,7 @@ class ManagerDriver(ManagerModel):
             return seen | {"admitted": False}
         if looked_up:
             self.manager.record_prefix_cache_stats(request, hit)
-            self.hit_tokens += hit
-            self.num_hits += hit > 0
-            self.num_junctions += boundary > 0
+            self.counts.update(hits=hit > 0, hit_tokens=hit, junctions=boundary > 0)
         self.waiting.remove(live)
         self.running.append(live)
         request.status = RequestStatus.RUNNING
@@ -107,26 +105,12 @@ class ManagerDriver(ManagerModel):
         return seen | {"admitted": True} | self.advance(live, num_tokens, new_blocks)
 
     def end_at_states(self, live: LiveRequest, start: int, num_tokens: int) -> int:
-        """A chunk of a prefill, cut as base's scheduler does it for models with states.
-
-        A state can be hit where a block ends, so there a step has to end, too.
-        """
+        """A chunk of a prefill, cut as base's scheduler does it for models with states."""
         if not self.setup.holds_states:
             return num_tokens
-        request, size = live.request, self.setup.scheduler_block_size
-        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        end = start + num_tokens
-        if start >= prefill_end:
-            return num_tokens
-        if end < prefill_end and end // size * size > start:
-            end = end // size * size
-        stops = [(request.num_tokens - 1) // size * size]
-        if start % size:
-            stops.append((start // size + 1) * size)
-        junction = request.shared_prefix_boundary
-        if start < junction < end:
-            stops.append(start + (junction - start) // size * size)
-        return min((stop for stop in stops if start < stop < end), default=end) - start
+        return Scheduler._mamba_block_aligned_split(
+            self.scheduler, live.request, num_tokens, start - live.request.num_computed_tokens
+        )
 
     @picks_from(lambda self: [live for live in self.running if self.num_runnable(live) > 0])
     def op_run(self, live: LiveRequest, chunk: int) -> Observation:
@@ -144,7 +128,7 @@ class ManagerDriver(ManagerModel):
                 return seen | self.advance(live, num_tokens, new_blocks, num_drafts)
             self.check_zeroing([])
             victim = self.running[-1]
-            self.preempt(victim)
+            self.op_preempt(victim)
             seen["preempted"].append(victim.request_id)
             if victim is live:
                 return seen
@@ -211,36 +195,27 @@ class ManagerDriver(ManagerModel):
 
     def op_serve(self, plan: int, num_tokens: int) -> Observation:
         """A request arrives, is admitted if possible, and runs alone for some output tokens."""
-        seen = self.op_add(plan) | {"steps": []}
+        added = self.op_add(plan)
         live = self.waiting[-1]
-        seen["steps"].append(self.op_start(live, self.setup.max_chunk))
-        wanted = live.request.num_prompt_tokens + num_tokens
-        while live in self.running and live.request.num_tokens < wanted:
-            if self.num_runnable(live) > 0:
-                seen["steps"].append(self.op_run(live, self.setup.max_chunk))
-            else:
-                seen["steps"].append(self.op_process(live))
-        return seen
+        started = self.op_start(live, self.setup.max_chunk)
+        return added | {"steps": [started, *self.op_decode(live, num_tokens)["steps"]]}
 
     @picks_from(lambda self: self.running)
     def op_decode(self, live: LiveRequest, num_tokens: int) -> Observation:
-        """One running request goes on alone for several steps."""
-        seen: Observation = {"steps": []}
-        for _ in range(num_tokens):
-            if live in self.running and self.num_runnable(live) > 0:
-                seen["steps"].append(self.op_run(live, self.setup.max_chunk))
-            while live in self.live and len(live.steps) >= self.max_steps:
-                seen["steps"].append(self.op_process(live))
-        return seen
+        """One running request goes on alone until it has so many more output tokens."""
+        steps: list[Observation] = []
+        wanted = live.request.num_tokens + num_tokens
+        while live in self.running and live.request.num_tokens < wanted:
+            if self.num_runnable(live) > 0:
+                steps.append(self.op_run(live, self.setup.max_chunk))
+            else:
+                steps.append(self.op_process(live))
+        return {"steps": steps}
 
     # ---------------------------------------------------------------- leaving
 
     @picks_from(lambda self: self.running)
-    def op_preempt(self, live: LiveRequest) -> Observation:
-        self.preempt(live)
-        return {}
-
-    def preempt(self, live: LiveRequest, drop: bool = False) -> None:
+    def op_preempt(self, live: LiveRequest, drop: bool = False) -> Observation:
         request = live.request
         self.running.remove(live)
         self.manager.free(request)
@@ -248,8 +223,9 @@ class ManagerDriver(ManagerModel):
         request.num_computed_tokens = 0
         self.make_stale(live, drop)
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self.counts["preemptions"] += 1
         self.waiting.insert(0, live)
+        return {}
 
     @picks_from(lambda self: self.live)
     def op_finish(self, live: LiveRequest) -> Observation:
@@ -286,7 +262,7 @@ class ManagerDriver(ManagerModel):
         """Reset the prefix cache, with all running requests preempted or not."""
         if preempt_all:
             while self.running:
-                self.preempt(self.running[-1], drop=True)
+                self.op_preempt(self.running[-1], drop=True)
         return {"reset": self.manager.reset_prefix_cache()}
 
     @picks_from(lambda self: [live for live in self.running if not live.request.is_prefill_chunk])
@@ -313,8 +289,10 @@ class ManagerDriver(ManagerModel):
             return {"skipped": "session"}
         request.num_computed_tokens -= request.num_output_placeholders
         self.make_stale(live, drop=True)
-        live.continue_session(path, self.setup.resolved_hash_block_size)
-        request.status = RequestStatus.WAITING
+        live.forget_identities()
+        tokens = tokens_of(path, start=request.num_computed_tokens)
+        update = StreamingUpdate(None, tokens, request.max_tokens, 0.0, request.sampling_params)
+        Scheduler._update_request_as_session(self.scheduler, request, update)
         self.running.remove(live)
         self.waiting.insert(0, live)
         return {"num_tokens": request.num_tokens}
@@ -329,11 +307,9 @@ class ManagerDriver(ManagerModel):
         base.
         """
         request = live.request
+        processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         self.manager.remove_skipped_blocks(
-            request_id=request.request_id,
-            processed_computed_tokens=max(
-                0, request.num_computed_tokens - request.num_in_flight_tokens
-            ),
+            request_id=request.request_id, processed_computed_tokens=processed
         )
         return {}
 
@@ -341,12 +317,11 @@ class ManagerDriver(ManagerModel):
     def op_look_up(self, live: LiveRequest, cut: int) -> Observation:
         """A lookup that leads to nothing, and a shorter view of it."""
         blocks, hit, boundary = self.look_up(live)
-        for_connector = (blocks, hit, boundary, False)
-        if not self.setup.holds_states:  # KV connectors with states are base's
+        if self.setup.holds_states:  # KV connectors are base's, and there is no state before.
+            shorter, for_connector = hit, (blocks, hit, boundary, False)
+        else:
+            shorter = min(cut * self.setup.scheduler_block_size, hit)
             for_connector = self.manager.get_computed_blocks_for_connector(live.request)
-        shorter = min(cut * self.setup.scheduler_block_size, hit)
-        if self.setup.holds_states:
-            shorter = hit  # there is no state before
         view = self.manager.truncate_computed_blocks(blocks, shorter) if hit else blocks
         ids = blocks.get_block_ids()
         for table, longer in zip(view.get_block_ids(), ids, strict=True):
@@ -404,16 +379,16 @@ class ManagerDriver(ManagerModel):
 
     # ---------------------------------------------------------------- the end
 
-    def wind_down(self) -> Observation:
+    def op_wind_down(self) -> Observation:
         """Every request ends; the pool must be whole again, and forget on request."""
         seen = self.op_stats()
         while self.live:
             self.op_finish(self.live[-1])
         while self.deferred:
             self.op_return_blocks()
-        seen |= self.audit()
+        seen["before_the_reset"] = self.audit()
         if self.manager.usage != 0:
             raise Unsafe(f"usage is {self.manager.usage} with no request alive")
         if not self.manager.reset_prefix_cache():
             raise Unsafe("the prefix cache cannot be reset with no request alive")
-        return seen | {"events_at_the_end": self.audit().get("events")}
+        return seen

@@ -6,7 +6,9 @@ which of them steps in flight still read.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from support.kv_configs import KVSetup
@@ -48,15 +50,24 @@ class ManagerModel:
         # Popped with pop_blocks_for_free, not yet returned: the blocks, their ids.
         self.deferred: list[tuple[list[Any], set[int]]] = []
         self.num_requests = 0
-        # Of each admission that was tried: request, its tokens, the length of its hit.
-        self.lookups: list[tuple[str, int, int]] = []
-        self.hit_tokens = 0
-        self.num_hits = 0
-        self.num_junctions = 0
-        self.num_preemptions = 0
-        self.num_accepted = 0
-        self.num_rejected = 0
+        #: Of hits, hit tokens, junctions, preemptions, and of drafts accepted and rejected.
+        self.counts: Counter[str] = Counter()
         self.max_steps = setup.max_steps
+        #: What base's scheduler looks at where it cuts prefills for states, and in sessions. It
+        #: has no limit on chunks, so that a block may always be longer than one.
+        size = setup.scheduler_block_size
+        self.scheduler: Any = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=size),
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            max_num_scheduled_tokens=0,
+            block_size=size,
+            hash_block_size=setup.resolved_hash_block_size,
+            use_eagle_block_drop=False,
+            mamba_partial_cache_hit=False,
+            mamba_has_prefill_checkpoint_blocks=False,
+            mamba_shared_prefix_checkpoint=False,
+            log_stats=False,
+        )
 
     @property
     def live(self) -> list[LiveRequest]:
@@ -79,17 +90,15 @@ class ManagerModel:
                 shape.append([names.setdefault(block_id, len(names)) for block_id in table])
         used = set(owners).union(*(ids for _, ids in self.deferred))
         free = self.manager.block_pool.get_num_free_blocks()
-        usable = self.setup.num_blocks - 1
+        usable, usage = self.setup.num_blocks - 1, self.manager.usage
         if free != usable - len(used):
             raise Unsafe(f"{free} blocks are free, but {len(used)} of {usable} are in use")
-        usage = self.manager.usage
         if usable and abs(usage - len(used) / usable) > 1e-9:
             raise Unsafe(f"usage is {usage}, but {len(used)} of {usable} blocks are in use")
         for live in self.running:
             self.check_steps_in_flight(live, tables[live.request_id])
-        check_integrity = getattr(self.manager, "check_integrity", None)
-        if check_integrity is not None:
-            check_integrity()
+        if hasattr(self.manager, "check_integrity"):
+            self.manager.check_integrity()
         seen: Observation = {"free": free, "usage": round(usage, 9)}
         # Nulls first: of two that differ, they are easier to understand.
         seen["nulls"] = [[i for i, name in enumerate(table) if not name] for table in shape]
@@ -173,10 +182,8 @@ class ManagerModel:
         self.check_zeroing(new_ids)
         self.check_slots(live, tables, request.num_computed_tokens + num_tokens)
         identities = live.identities(end)
-        if num_rejected:
-            self.num_rejected += num_rejected
-            identities[end - num_rejected :] = [-live.request.num_tokens] * num_rejected
-        self.num_accepted += num_drafts - num_rejected
+        identities[end - num_rejected :] = [-live.request.num_tokens] * num_rejected
+        self.counts.update(accepted=num_drafts - num_rejected, rejected=num_rejected)
         step = identities, start, end, live.encoder_identities()
         self.content.check_states(tables, identities, start)
         self.content.write(tables, *step)
@@ -205,14 +212,10 @@ class ManagerModel:
     def check_zeroing(self, new_ids: Sequence[list[int]]) -> None:
         """The blocks to zero are exactly the new ones, where base zeroes at all."""
         to_zero = self.manager.take_new_block_ids()
-        mixed = self.setup.holds_states or len({kind.dtype for kind in self.groups}) > 1
-        kinds = self.groups if mixed else ()
-        expected = sorted(
-            i
-            for kind, ids in zip(kinds, new_ids, strict=False)
-            for i in ids
-            if not kind.holds_states
-        )
+        expected: list[int] = []
+        if self.setup.holds_states or len({kind.dtype for kind in self.groups}) > 1:
+            zeroed = zip(self.groups, new_ids, strict=False)
+            expected = sorted(i for kind, ids in zeroed if not kind.holds_states for i in ids)
         if sorted(to_zero) != expected:
             raise Unsafe(f"{to_zero} would be zeroed instead of {expected}")
 

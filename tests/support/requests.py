@@ -38,20 +38,11 @@ def build_request(
     report_full: bool = False,
     encoder_length: int = 0,
 ) -> Request:
-    """A request as the engine core makes it.
+    """A request as the engine core makes it, without hashes if ``hasher`` is None.
 
-    Args:
-        req_id: The request's id.
-        tokens: The prompt.
-        hasher: For block hashes; None if prefix caching is off.
-        identity: Salt, adapter and images.
-        max_tokens: Length of the output.
-        stop_tokens: Tokens that end the output.
-        arrival_time: Priority scheduling breaks ties by it.
-        priority: The lowest is served first.
-        skip_reading: Whether the request does not read the prefix cache.
-        report_full: Whether KV cache events report its hits, too.
-        encoder_length: Tokens of the input to an encoder; no two requests have the same input.
+    With ``skip_reading`` it does not read the prefix cache; with ``report_full`` KV cache events
+    report its hits, too. No two requests have the same input to an encoder, of
+    ``encoder_length`` tokens.
     """
     lora, items = identity.lora_name, identity.mm_items
     features = [("image", item.identifier, item.offset, item.length) for item in items]
@@ -175,22 +166,8 @@ class LiveRequest:
         identity = PrefixIdentity(encoder_input(self.request_id))
         return prefix_identities(range(self.plan.encoder), identity).tolist()
 
-    def continue_session(self, path: tuple[tuple[int, int], ...], hash_block_size: int) -> None:
-        """Next input of a streaming session, as base's scheduler does it: outputs become
-        part of the prompt, except the last one, which has not been computed.
-        """
-        request = self.request
-        computed = request.num_computed_tokens
-        outputs = list(request.all_token_ids[request.num_prompt_tokens : computed])
-        new_tokens = tokens_of(path, start=computed)
-        assert request.prompt_token_ids is not None
-        del request._all_token_ids[computed:]
-        del request.block_hashes[computed // hash_block_size :]
-        request._output_token_ids.clear()
-        request.prompt_token_ids.extend([*outputs, *new_tokens])
-        request._all_token_ids.extend(new_tokens)
-        request.update_block_hashes()
-        request.num_prompt_tokens = len(request.prompt_token_ids)
+    def forget_identities(self) -> None:
+        """The request's tokens change."""
         self._identities.clear()
 
 
