@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -188,12 +189,9 @@ class AttentionKind(ShortRepr):
         )
 
 
-def full(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("full", block_size, num_groups, **kwargs)
-
-
-def mla(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mla", block_size, num_groups, **kwargs)
+full, mla, mamba, cross = (
+    partial(AttentionKind, kind) for kind in ("full", "mla", "mamba", "cross")
+)
 
 
 def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
@@ -202,14 +200,6 @@ def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: An
 
 def chunked(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
     return AttentionKind("chunked", block_size, num_groups, window, **kwargs)
-
-
-def mamba(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mamba", block_size, num_groups, **kwargs)
-
-
-def cross(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("cross", block_size, num_groups, **kwargs)
 
 
 def kind_of(spec: KVCacheSpec) -> AttentionKind:
@@ -275,15 +265,10 @@ def make_kv_cache_config(
 ) -> KVCacheConfig:
     """The KV cache config of a model with these attention types.
 
-    Args:
-        kinds: The types, with their numbers of groups.
-        num_blocks: Physical blocks, the null block included.
-        retention_interval: Which sparse types' blocks stay cached; see base's option.
-        layout: The kind (index into ``kinds``) of each group in turn; None puts each kind's
-            groups side by side.
-        shuffle_groups: A seed to mix the groups of all types; None keeps their order.
-        flag_drafts: Whether the config says which groups have draft layers, as base's does
-            where it can tell.
+    ``num_blocks`` includes the null block. ``layout`` gives the kind (index into ``kinds``) of
+    each group in turn, if each kind's groups are not side by side; ``shuffle_groups`` is a seed
+    to mix them. With ``flag_drafts`` the config says which groups have draft layers, as base's
+    does where it can tell.
     """
     groups = groups_of(kinds, layout)
     if shuffle_groups is not None:
