@@ -26,16 +26,15 @@ def count_evictions(manager: Any) -> Callable[[], int]:
     pool = manager.block_pool
     if hasattr(pool, "num_evicted_ids"):
         return lambda: pool.num_evicted_ids
-    evict, count = pool._maybe_evict_cached_block, 0
+    evict, results = pool._maybe_evict_cached_block, Counter[bool]()
 
     def counting(block: Any) -> bool:
-        nonlocal count
         evicted = evict(block)
-        count += bool(evicted)
+        results[evicted] += 1
         return evicted
 
     pool._maybe_evict_cached_block = counting
-    return lambda: count
+    return lambda: results[True]
 
 
 class Totals(Counter[str]):

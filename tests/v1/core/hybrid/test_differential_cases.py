@@ -158,7 +158,7 @@ def test_unequal_block_sizes(manager_class: Any) -> None:
     assert look_up(driver, 0) == (192, 0, [[0, 1, 2, 3, 4], []])
     assert look_up(driver, 1) == (96, 0, [[0, 1], []])
     # Of 7 window blocks the two before a multiple of 96 are cached, of 5 full ones 4.
-    assert driver.manager.estimate_cached_tokens(driver.running[0].request) == 192
+    assert driver.manager.estimate_cached_tokens(driver.running[0]) == 192
 
 
 def test_mla(manager_class: Any) -> None:
@@ -288,7 +288,7 @@ def test_a_step_must_have_something_to_do(manager_class: Any) -> None:
     driver = drive(manager_class, GEMMA, ((0, 100),))
     serve(driver, 0, 1)
     with pytest.raises(ValueError, match="num_new_tokens"):
-        driver.manager.allocate_slots(driver.running[0].request, 0)
+        driver.manager.allocate_slots(driver.running[0], 0)
 
 
 def test_events(manager_class: Any) -> None:
@@ -331,11 +331,11 @@ def test_streaming_session(manager_class: Any) -> None:
     driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 30),), max_steps=3)
     serve(driver, 0, 4)
     live = driver.running[0]
-    assert (live.request.num_tokens, live.request.num_computed_tokens) == (64, 65)
+    assert (live.num_tokens, live.num_computed_tokens) == (64, 65)
     # The first of them ends the turn with the fifth output.
     seen = driver.apply(("session", 0, 1))
     # The last output is dropped, the four before it become part of the prompt.
-    assert (live.request.num_computed_tokens, seen["num_tokens"]) == (64, 94)
+    assert (live.num_computed_tokens, seen["num_tokens"]) == (64, 94)
     assert seen["free"] == 999 - 5 * 6 + 5
     seen = driver.apply(("start", 0, 512))
     assert "hit" not in seen and seen["scheduled"] == 30
@@ -353,7 +353,7 @@ def test_each_turn_of_a_session_keeps_its_end(manager_class: Any) -> None:
     # Windows are cached before the end of a prompt only, and the prompt grows.
     driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 60),), retention=0)
     serve(driver, 0, 20)
-    assert driver.running[0].request.num_computed_tokens == 79
+    assert driver.running[0].num_computed_tokens == 79
     driver.apply(("session", 0, 1))
     driver.apply(("start", 0, 512))
     driver.apply(("finish", 0))

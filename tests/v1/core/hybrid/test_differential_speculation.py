@@ -67,8 +67,18 @@ def test_drafts_are_accepted_and_rejected() -> None:
         assert min(driver.counts["accepted"], driver.counts["rejected"]) > 10
 
 
+#: Under retention 0 the second request shares a prefix that only full attention still has.
+JUNCTION = Program(
+    KVSetup((full(16), sliding(33, 16, 5)), 1000, retention=0, num_drafts=3, num_lookahead=3),
+    tuple(RequestPlan(path) for path in (((0, 100),), ((0, 64), (1, 36)), ((0, 64), (2, 20)))),
+    (("serve", 0, 2), ("serve", 1, 2), ("serve", 2, 2)),
+)
+
+
 def test_ample_pools() -> None:
     totals = explore(speculating(one_block_size=True), run, 50)
+    # Random programs meet a junction so seldom that one is given.
+    totals.update(run(JUNCTION))
     print(f"\nspeculation, ample pools: {totals}")
     assert totals["ops"] >= 1000
     assert totals["compared"] > 0.95 * totals["ops"]
