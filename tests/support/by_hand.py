@@ -5,13 +5,14 @@ Unless said otherwise a model is Gemma-like: one full-attention group and five o
 blocks of 16 before the query), so that a token position costs six physical blocks.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from support.kv_configs import AttentionKind, KVSetup, full, sliding
 from support.requests import RequestPlan, block_hasher, make_request
 from vllm.v1.core.hybrid import KVCacheManager
 from vllm.v1.core.hybrid.coordinators import KVCacheCoordinator
-from vllm.v1.core.hybrid.step import ALL, Step
+from vllm.v1.core.hybrid.step import Step
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
@@ -74,16 +75,6 @@ def step_to(end: int) -> Step:
 def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
     """Put the blocks with these indices in the prefix cache, evictable."""
     pool = coordinator.block_pool
-    table = pool.new_table(type_id)
-    pool.allocate((table,), [(max(indices) + 1, ALL)])
-    for i in indices:
-        table.cache(i, i + 1, HASHES)
-    table.free()
-
-
-def cache_states(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
-    """The same for a type with states: a step leaves one behind, in its last block."""
-    pool = coordinator.block_pool
     for i in indices:
         table = pool.new_table(type_id)
         pool.allocate((table,), [(i + 1, 1)])
@@ -91,17 +82,18 @@ def cache_states(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -
         table.free()
 
 
+def pattern(are_null: Iterable[bool]) -> str:
+    """Blocks: x for a block, . for the null block."""
+    return "".join("." if is_null else "x" for is_null in are_null)
+
+
 def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:
-    """The hit's length, and per type its blocks: x for a block, . for the null block."""
+    """The hit's length, and the `pattern` of each type's blocks."""
     hit = coordinator.find_hit(HASHES, max_tokens)
-    return hit.num_tokens, [
-        "".join("." if block.is_null else "x" for block in blocks) for blocks in hit.blocks
-    ]
+    return hit.num_tokens, [pattern(block.is_null for block in blocks) for blocks in hit.blocks]
 
 
 def held_pattern(manager: Any, request: Request) -> list[str]:
     """What a request holds per KV cache group, drawn alike for either manager."""
-    return [
-        "".join("." if block_id == 0 else "x" for block_id in ids)
-        for ids in manager.get_block_ids(request.request_id)
-    ]
+    tables = manager.get_block_ids(request.request_id)
+    return [pattern(block_id == 0 for block_id in table) for table in tables]

@@ -4,16 +4,17 @@
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.manager_driver import ManagerDriver, Op
+from support.manager_driver import ManagerDriver
 from support.manager_model import Observation
 from support.programs import Program
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
+
+SIDES = ("reference", "candidate")
 
 
 class Difference(AssertionError):
@@ -25,86 +26,39 @@ def count_evictions(manager: Any) -> Callable[[], int]:
     pool = manager.block_pool
     if hasattr(pool, "num_evicted_ids"):
         return lambda: pool.num_evicted_ids
-    evict, count = pool._maybe_evict_cached_block, 0
+    evict, results = pool._maybe_evict_cached_block, Counter[bool]()
 
     def counting(block: Any) -> bool:
-        nonlocal count
         evicted = evict(block)
-        count += bool(evicted)
+        results[evicted] += 1
         return evicted
 
     pool._maybe_evict_cached_block = counting
-    return lambda: count
+    return lambda: results[True]
 
 
-@dataclass
-class Totals:
-    """What a run, or many, went through; index 0 is the reference, 1 the candidate."""
+class Totals(Counter[str]):
+    """What a run, or many, went through.
 
-    programs: int = 0
-    ops: int = 0
-    compared: int = 0
-    skipped: int = 0
-    effects: Counter[str] = field(default_factory=Counter)
-    hits: list[int] = field(default_factory=lambda: [0, 0])
-    junctions: list[int] = field(default_factory=lambda: [0, 0])
-    hit_tokens: list[int] = field(default_factory=lambda: [0, 0])
-    # Programs in which this side's hit was longer when hits differed for the first time.
-    # Later ones compare nothing: a longer hit needs more blocks at once, so it may
-    # not be admitted where a shorter one is, and then the two serve different requests.
-    first_longer: list[int] = field(default_factory=lambda: [0, 0])
-    evictions: list[int] = field(default_factory=lambda: [0, 0])
-    preemptions: list[int] = field(default_factory=lambda: [0, 0])
-    slots_checked: list[int] = field(default_factory=lambda: [0, 0])
+    Counts of ``programs``, of ``ops``, of those ``compared``, and of each operation that had an
+    effect ("op serve"); by `both`, what each `ManagerDriver` counted, and ``evictions``.
+    """
 
-    def add(self, other: "Totals") -> None:
-        for one in fields(self):
-            mine, others = getattr(self, one.name), getattr(other, one.name)
-            if isinstance(mine, list):
-                mine[:] = [a + b for a, b in zip(mine, others, strict=True)]
-            elif isinstance(mine, Counter):
-                mine.update(others)
-            else:
-                setattr(self, one.name, mine + others)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.programs:,} programs, {self.ops:,} operations, {self.compared:,} compared, "
-            f"{self.skipped:,} without effect",
-            "  " + ", ".join(f"{count:,} {name}" for name, count in self.effects.most_common()),
-        ]
-        for side, name in enumerate(("base", "ours")):
-            lines.append(
-                f"  {name}: {self.hits[side]:,} hits, {self.hit_tokens[side]:,} hit tokens, "
-                f"{self.junctions[side]:,} junctions, {self.evictions[side]:,} evicted blocks, "
-                f"{self.preemptions[side]:,} preemptions, "
-                f"{self.slots_checked[side]:,} slots checked; longer hit at the first "
-                f"lookup that differs in {self.first_longer[side]:,} programs"
-            )
-        return "\n".join(lines)
+    def both(self, name: str) -> list[int]:
+        """The reference's count and the candidate's."""
+        return [self[f"{side} {name}"] for side in SIDES]
 
 
-def first_difference(reference: Any, candidate: Any, path: str = "") -> str | None:
-    """Where two observations differ first, or None."""
-    if reference == candidate:
-        return None
+def first_difference(reference: Any, candidate: Any, path: str = "") -> str:
+    """Where two observations that differ do so first."""
+    parts: Any = ()
     if isinstance(reference, dict) and isinstance(candidate, dict):
-        for key in [*reference, *(key for key in candidate if key not in reference)]:
-            if key not in reference or key not in candidate:
-                side = "reference" if key in reference else "candidate"
-                return f"{path}[{key!r}]: only the {side} has it"
-            found = first_difference(reference[key], candidate[key], f"{path}[{key!r}]")
-            if found:
-                return found
-    if isinstance(reference, list | tuple) and isinstance(candidate, list | tuple):
-        for i, (a, b) in enumerate(zip(reference, candidate, strict=False)):
-            found = first_difference(a, b, f"{path}[{i}]")
-            if found:
-                return found
-        for i in range(min(len(reference), len(candidate)), len(reference)):
-            return f"{path}[{i}]: only the reference has {reference[i]!r}"
-        for i in range(len(reference), len(candidate)):
-            return f"{path}[{i}]: only the candidate has {candidate[i]!r}"
+        parts = reference.items() if reference.keys() == candidate.keys() else ()
+    elif isinstance(reference, list | tuple) and isinstance(candidate, list | tuple):
+        parts = enumerate(reference) if len(reference) == len(candidate) else ()
+    for key, part in parts:
+        if part != candidate[key]:
+            return first_difference(part, candidate[key], f"{path}[{key!r}]")
     return f"{path}: reference {reference!r}, candidate {candidate!r}"
 
 
@@ -130,60 +84,34 @@ def run_program(
     evicted = [count_evictions(driver.manager) for driver in drivers]
     totals = Totals(programs=1)
     history: list[str] = []
-    comparing = compare
-
-    def both(op: Op, perform: Callable[[ManagerDriver], Observation]) -> None:
-        nonlocal comparing
+    for number, op in enumerate((*program.ops, ("wind_down",))):
         seen: list[Observation] = []
-        for driver, side in zip(drivers, ("reference", "candidate"), strict=True):
-            try:
-                seen.append(perform(driver))
-            except Exception as error:
-                error.add_note(f"in operation {len(history)} {op}, by the {side}")
-                error.add_note("\n".join(history[-40:]))
-                raise
-        totals.ops += 1
-        totals.skipped += "skipped" in seen[1]
-        totals.effects[op[0]] += "skipped" not in seen[1]
-        started = [bool(count()) for count in evicted]
-        if comparing and not exact and any(started):
-            comparing = False
-            if not all(started):
-                raise Difference(f"operation {len(history)} {op}: only one evicts: {started}")
-        if comparing:
-            totals.compared += 1
-            found = first_difference(*seen)
-            if found:
-                raise Difference(
-                    f"operation {len(history)} {op}: {found}\n" + "\n".join(history[-40:])
-                )
+        try:
+            for driver in drivers:
+                seen.append(driver.apply(op))
+            started = [bool(count()) for count in evicted]
+            if compare and not exact and any(started):
+                compare = False
+                if not all(started):
+                    raise Difference(f"only one evicts: {started}")
+            if compare and seen[0] != seen[1]:
+                raise Difference(first_difference(*seen))
+        except Exception as error:
+            where = f"by the {SIDES[len(seen)]}" if len(seen) < 2 else "by both"
+            error.add_note("\n".join([*history[-40:], f"operation {number} {op}, {where}"]))
+            raise
+        effect = "skipped" not in seen[1]
+        totals.update({"ops": 1, "compared": int(compare), f"op {op[0]}": int(effect)})
         brief = {
-            key: value
-            for key, value in seen[0].items()
-            if key not in ("blocks", "events", "usage", "nulls")
+            k: v for k, v in seen[0].items() if k not in ("blocks", "events", "usage", "nulls")
         }
-        history.append(f"{len(history)} {op}: {brief}")
-
-    for op in program.ops:
-        both(op, lambda driver, op=op: driver.apply(op))
-    both(("wind_down",), lambda driver: driver.wind_down())
-    totals.hits = [driver.num_hits for driver in drivers]
-    for one, other in zip(*(driver.lookups for driver in drivers), strict=False):
-        if one != other:
-            if one[:2] == other[:2]:
-                totals.first_longer[other[2] > one[2]] += 1
-            break
-    totals.junctions = [driver.num_junctions for driver in drivers]
-    totals.hit_tokens = [driver.hit_tokens for driver in drivers]
-    totals.evictions = [count() for count in evicted]
-    totals.preemptions = [driver.num_preemptions for driver in drivers]
-    totals.slots_checked = [driver.content.num_slots_checked for driver in drivers]
+        history.append(f"{number} {op}: {brief}")
+    for side, driver, count in zip(SIDES, drivers, evicted, strict=True):
+        counts = driver.counts | Counter(
+            evictions=count(), slots_checked=driver.content.num_slots_checked
+        )
+        totals.update({f"{side} {name}": number for name, number in counts.items()})
     return totals
-
-
-def num_examples(default: int) -> int:
-    """Random programs for one test: ``HYBRID_KV_EXAMPLES`` if it is set."""
-    return int(os.environ.get("HYBRID_KV_EXAMPLES", default))
 
 
 def explore(
@@ -191,12 +119,13 @@ def explore(
 ) -> Totals:
     """Run many random programs and return their totals.
 
-    The programs are the same in every run, unless ``HYBRID_KV_EXAMPLES`` asks for more.
+    The programs are the same in every run, unless ``HYBRID_KV_EXAMPLES`` is set to how many
+    others to run.
     """
     totals = Totals()
 
     @settings(
-        max_examples=num_examples(examples),
+        max_examples=int(os.environ.get("HYBRID_KV_EXAMPLES", examples)),
         derandomize="HYBRID_KV_EXAMPLES" not in os.environ,
         database=None,
         deadline=None,
@@ -205,7 +134,7 @@ def explore(
     )
     @given(program=strategy)
     def one(program: Program) -> None:
-        totals.add(run(program))
+        totals.update(run(program))
 
     one()
     return totals

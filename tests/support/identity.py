@@ -67,20 +67,14 @@ class PrefixIdentity:
     def seed(self) -> int:
         return hash64("prefix", self.cache_salt, self.lora_name)
 
-    def with_mm_items(self, tokens: np.ndarray) -> np.ndarray:
-        """The inputs at the positions of a prompt: tokens, or the content of an item."""
-        inputs = tokens.astype(np.uint64)
-        for item in self.mm_items:
-            content = np.arange(item.length, dtype=np.uint64) + np.uint64(
-                hash64("item", item.identifier)
-            )
-            inputs[item.offset : item.offset + item.length] ^= content
-        return inputs
-
 
 def prefix_sums(tokens: Sequence[int], identity: PrefixIdentity) -> np.ndarray:
     """Per position, the sum of the prefix that ends there, without the seed."""
-    inputs = identity.with_mm_items(np.array(tokens, dtype=np.int64))
+    inputs = np.array(tokens, dtype=np.uint64)
+    for item in identity.mm_items:
+        content = np.uint64(hash64("item", item.identifier))
+        end = item.offset + item.length
+        inputs[item.offset : end] ^= content + np.arange(item.length, dtype=np.uint64)
     return np.cumsum(token_terms(inputs, np.arange(len(tokens))))
 
 
@@ -114,17 +108,12 @@ def expected_tokens(
         content = hash64("item", item.identifier)
         for i in range(item.length):
             inputs[item.offset + i] ^= (content + i) & _MASK
-    total = identity.seed
-    for position, token in enumerate(inputs):
-        total += _mix_int((token * _TOKEN_FACTOR + (position + 1) * _POSITION_FACTOR) & _MASK)
-    outputs: list[int] = []
-    limit = max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len - len(prompt))
-    while True:
-        token = (_mix_int(total & _MASK) >> 24) % vocab_size
-        outputs.append(token)
-        if token in stop_tokens or len(outputs) >= limit:
-            return outputs
-        position = len(prompt) + len(outputs) - 1
-        total += _mix_int((token * _TOKEN_FACTOR + (position + 1) * _POSITION_FACTOR) & _MASK)
+    total, length = identity.seed, len(prompt)
+    end = min(length + max_tokens, max_model_len or length + max_tokens)
+    for position, token in enumerate(inputs, start=1):  # It grows meanwhile.
+        total += _mix_int((token * _TOKEN_FACTOR + position * _POSITION_FACTOR) & _MASK)
+        if position >= length:
+            inputs.append((_mix_int(total & _MASK) >> 24) % vocab_size)
+            if inputs[-1] in stop_tokens or len(inputs) >= end:
+                break
+    return inputs[length:]

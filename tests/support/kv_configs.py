@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,9 +69,6 @@ class AttentionKind(ShortRepr):
     #: multiple of so many tokens from its beginning.
     checkpoint_alignment: int | None = None
 
-    def __repr__(self) -> str:
-        return f"{self.kind}({self._changes(num_skipped=1)})"
-
     def spec(self) -> KVCacheSpec:
         if self.holds_states:
             return MambaSpec(
@@ -87,20 +85,17 @@ class AttentionKind(ShortRepr):
             head_size=64 * (1 + self.variant),
             dtype=getattr(torch, self.dtype),
         )
-        match self.kind:
-            case "full":
-                return FullAttentionSpec(**shape)
-            case "mla":
-                return MLAAttentionSpec(**shape)
-            case "cross":
-                return CrossAttentionSpec(**shape)
-            case "chunked":
-                return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
-            case "sliding":
-                return SlidingWindowSpec(
-                    **shape, sliding_window=self.window, extra_retained_tokens=self.retained
-                )
-        raise ValueError(f"unknown kind {self.kind!r}")
+        if self.kind == "chunked":
+            return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
+        if self.kind == "sliding":
+            shape |= {"sliding_window": self.window, "extra_retained_tokens": self.retained}
+            return SlidingWindowSpec(**shape)
+        unbounded = {
+            "full": FullAttentionSpec,
+            "mla": MLAAttentionSpec,
+            "cross": CrossAttentionSpec,
+        }
+        return unbounded[self.kind](**shape)
 
     @property
     def holds_states(self) -> bool:
@@ -111,11 +106,6 @@ class AttentionKind(ShortRepr):
     def of_encoder(self) -> bool:
         """Whether slots are for an encoder's tokens, all of which each token attends to."""
         return self.kind == "cross"
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether a token attends to all before it."""
-        return self.window is None and not self.of_encoder and not self.holds_states
 
     def first_read(self, position: Positions) -> Positions:
         """The first position that a token at ``position`` attends to, or whose state it reads.
@@ -188,12 +178,9 @@ class AttentionKind(ShortRepr):
         )
 
 
-def full(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("full", block_size, num_groups, **kwargs)
-
-
-def mla(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mla", block_size, num_groups, **kwargs)
+full, mla, mamba, cross = (
+    partial(AttentionKind, kind) for kind in ("full", "mla", "mamba", "cross")
+)
 
 
 def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
@@ -202,14 +189,6 @@ def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: An
 
 def chunked(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
     return AttentionKind("chunked", block_size, num_groups, window, **kwargs)
-
-
-def mamba(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mamba", block_size, num_groups, **kwargs)
-
-
-def cross(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("cross", block_size, num_groups, **kwargs)
 
 
 def kind_of(spec: KVCacheSpec) -> AttentionKind:
@@ -269,25 +248,15 @@ def make_kv_cache_config(
     num_blocks: int,
     retention_interval: int | None = None,
     *,
-    layout: Sequence[int] | None = None,
     shuffle_groups: int | None = None,
     flag_drafts: bool = False,
 ) -> KVCacheConfig:
     """The KV cache config of a model with these attention types.
 
-    Args:
-        kinds: The types, with their numbers of groups.
-        num_blocks: Physical blocks, the null block included.
-        retention_interval: Which sparse types' blocks stay cached; see base's option.
-        layout: The kind (index into ``kinds``) of each group in turn; None puts each kind's
-            groups side by side.
-        shuffle_groups: A seed to mix the groups of all types; None keeps their order.
-        flag_drafts: Whether the config says which groups have draft layers, as base's does
-            where it can tell.
+    ``num_blocks`` includes the null block. ``shuffle_groups`` is that of `groups_of`. With
+    ``flag_drafts`` the config says which groups have draft layers, as base's does where it can
+    tell.
     """
-    groups = groups_of(kinds, layout)
-    if shuffle_groups is not None:
-        random.Random(shuffle_groups).shuffle(groups)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -297,26 +266,25 @@ def make_kv_cache_config(
                 kv_cache_spec=kind.spec(),
                 is_eagle_group=flag_drafts and kind.draft,
             )
-            for i, kind in enumerate(groups)
+            for i, kind in enumerate(groups_of(kinds, shuffle_groups))
         ],
         prefix_cache_retention_interval=retention_interval,
     )
 
 
-def groups_of(
-    kinds: Sequence[AttentionKind], layout: Sequence[int] | None = None
-) -> list[AttentionKind]:
-    """The attention kind of each KV cache group."""
-    if layout is None:
-        return [kind for kind in kinds for _ in range(kind.num_groups)]
-    return [kinds[i] for i in layout]
+def groups_of(kinds: Sequence[AttentionKind], shuffle_groups: int | None) -> list[AttentionKind]:
+    """The attention kind of each KV cache group: each kind's side by side, or mixed by a seed."""
+    groups = [kind for kind in kinds for _ in range(kind.num_groups)]
+    if shuffle_groups is not None:
+        random.Random(shuffle_groups).shuffle(groups)
+    return groups
 
 
 @dataclass(frozen=True, repr=False)
 class KVSetup(ShortRepr):
     """A model's KV cache and the scheduler's settings that its manager sees.
 
-    ``layout`` is that of `make_kv_cache_config`. ``max_chunk`` tokens of a request are
+    ``shuffle_groups`` is that of `groups_of`. ``max_chunk`` tokens of a request are
     scheduled in a step, in at most ``max_steps`` steps at once.
 
     With speculative decoding a step verifies ``num_drafts`` tokens of a request, and has
@@ -326,7 +294,7 @@ class KVSetup(ShortRepr):
 
     kinds: tuple[AttentionKind, ...]
     num_blocks: int
-    layout: tuple[int, ...] | None = None
+    shuffle_groups: int | None = None
     retention: int | None = None
     caching: bool = True
     events: bool = False
@@ -345,7 +313,7 @@ class KVSetup(ShortRepr):
     @property
     def groups(self) -> list[AttentionKind]:
         """The attention kind of each KV cache group."""
-        return groups_of(self.kinds, self.layout)
+        return groups_of(self.kinds, self.shuffle_groups)
 
     @property
     def scheduler_block_size(self) -> int:
@@ -369,13 +337,17 @@ class KVSetup(ShortRepr):
         The hybrid manager refuses events then, and the plugin leaves such engines to base.
         """
         return self.caching and any(
-            kind.reads_all and kind.block_size > self.resolved_hash_block_size
+            kind.kind in ("full", "mla") and kind.block_size > self.resolved_hash_block_size
             for kind in self.kinds
         )
 
     def kv_cache_config(self) -> KVCacheConfig:
         return make_kv_cache_config(
-            self.kinds, self.num_blocks, self.retention, layout=self.layout, flag_drafts=True
+            self.kinds,
+            self.num_blocks,
+            self.retention,
+            shuffle_groups=self.shuffle_groups,
+            flag_drafts=True,
         )
 
     def build(self, manager_class: Callable[..., Any], **kwargs: Any) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 
 from support.kv_content import Unsafe
 from support.manager_model import ManagerModel, Observation
-from support.requests import LiveRequest
-from vllm.v1.request import RequestStatus
+from support.requests import LiveRequest, make_request, token_at, tokens_of
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus, StreamingUpdate
 
 Op = tuple[Any, ...]
 
@@ -53,7 +54,7 @@ class ManagerDriver(ManagerModel):
         chosen = self.plans[plan % len(self.plans)]
         request_id = f"r{self.num_requests:03d}"
         self.num_requests += 1
-        self.waiting.append(LiveRequest(chosen, request_id, self.hasher))
+        self.waiting.append(make_request(chosen, request_id, self.hasher))
         return {"request": request_id}
 
     def can_start(self, live: LiveRequest) -> bool:
@@ -64,22 +65,20 @@ class ManagerDriver(ManagerModel):
     @picks_from(lambda self: [live for live in self.waiting if self.can_start(live)])
     def op_start(self, live: LiveRequest, chunk: int, reserved: int = 0) -> Observation:
         """Try to admit a waiting or preempted request, with a first chunk."""
-        request = live.request
         seen: Observation = {"request": live.request_id}
-        looked_up = request.num_computed_tokens == 0
+        looked_up = live.num_computed_tokens == 0
         if looked_up:
             blocks, hit, boundary = self.look_up(live)
-            request.shared_prefix_boundary = boundary
+            live.shared_prefix_boundary = boundary
             seen |= {"hit": hit, "boundary": boundary}
-            self.lookups.append((live.request_id, request.num_tokens, hit))
             computed = hit
         else:
             blocks, hit, boundary = self.manager.empty_kv_cache_blocks, 0, 0
-            computed = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - computed, max(1, min(chunk, self.setup.max_chunk)))
+            computed = live.num_computed_tokens
+        num_tokens = min(live.num_tokens - computed, max(1, min(chunk, self.setup.max_chunk)))
         num_tokens = self.end_at_states(live, computed, num_tokens)
         new_blocks = self.manager.allocate_slots(
-            request,
+            live,
             num_tokens,
             num_new_computed_tokens=hit,
             new_computed_blocks=blocks,
@@ -96,55 +95,39 @@ class ManagerDriver(ManagerModel):
             self.check_zeroing([])
             return seen | {"admitted": False}
         if looked_up:
-            self.manager.record_prefix_cache_stats(request, hit)
-            self.hit_tokens += hit
-            self.num_hits += hit > 0
-            self.num_junctions += boundary > 0
+            self.manager.record_prefix_cache_stats(live, hit)
+            self.counts.update(hits=hit > 0, hit_tokens=hit, junctions=boundary > 0)
         self.waiting.remove(live)
         self.running.append(live)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = computed
+        live.status = RequestStatus.RUNNING
+        live.num_computed_tokens = computed
         return seen | {"admitted": True} | self.advance(live, num_tokens, new_blocks)
 
     def end_at_states(self, live: LiveRequest, start: int, num_tokens: int) -> int:
-        """A chunk of a prefill, cut as base's scheduler does it for models with states.
-
-        A state can be hit where a block ends, so there a step has to end, too.
-        """
+        """A chunk of a prefill, cut as base's scheduler does it for models with states."""
         if not self.setup.holds_states:
             return num_tokens
-        request, size = live.request, self.setup.scheduler_block_size
-        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        end = start + num_tokens
-        if start >= prefill_end:
-            return num_tokens
-        if end < prefill_end and end // size * size > start:
-            end = end // size * size
-        stops = [(request.num_tokens - 1) // size * size]
-        if start % size:
-            stops.append((start // size + 1) * size)
-        junction = request.shared_prefix_boundary
-        if start < junction < end:
-            stops.append(start + (junction - start) // size * size)
-        return min((stop for stop in stops if start < stop < end), default=end) - start
+        return Scheduler._mamba_block_aligned_split(
+            self.scheduler, live, num_tokens, start - live.num_computed_tokens
+        )
 
     @picks_from(lambda self: [live for live in self.running if self.num_runnable(live) > 0])
     def op_run(self, live: LiveRequest, chunk: int) -> Observation:
         """Schedule a running request: its next chunk, or one token to decode."""
         num_tokens = min(self.num_runnable(live), max(1, min(chunk, self.setup.max_chunk)))
-        num_tokens = self.end_at_states(live, live.request.num_computed_tokens, num_tokens)
+        num_tokens = self.end_at_states(live, live.num_computed_tokens, num_tokens)
         num_drafts = self.num_drafts(live) if num_tokens == 1 else 0
         num_tokens += num_drafts
         seen: Observation = {"request": live.request_id, "preempted": []}
         while True:
             new_blocks = self.manager.allocate_slots(
-                live.request, num_tokens, num_lookahead_tokens=self.setup.num_lookahead
+                live, num_tokens, num_lookahead_tokens=self.setup.num_lookahead
             )
             if new_blocks is not None:
                 return seen | self.advance(live, num_tokens, new_blocks, num_drafts)
             self.check_zeroing([])
             victim = self.running[-1]
-            self.preempt(victim)
+            self.op_preempt(victim)
             seen["preempted"].append(victim.request_id)
             if victim is live:
                 return seen
@@ -152,29 +135,28 @@ class ManagerDriver(ManagerModel):
     @picks_from(lambda self: [live for live in self.live if live.steps])
     def op_process(self, live: LiveRequest) -> Observation:
         """The oldest step of a request with steps in flight returns its output."""
-        request = live.request
         step = live.steps.pop(0)
         seen: Observation = {"request": live.request_id}
-        request.num_in_flight_tokens -= step.num_tokens
+        live.num_in_flight_tokens -= step.num_tokens
         if step.stale:
-            request.num_stale_output_tokens -= step.num_tokens
+            live.num_stale_output_tokens -= step.num_tokens
         if not step.samples or step.dropped:
             return seen
-        was_running = request.status == RequestStatus.RUNNING
+        was_running = live.status == RequestStatus.RUNNING
         num_sampled = 1 + step.num_drafts - step.num_rejected
         for _ in range(num_sampled):
-            request.append_output_token_ids(live.next_token())
+            live.append_output_token_ids(token_at(live.plan.output, live.num_tokens))
         if not step.stale:
-            request.num_computed_tokens -= step.num_rejected
+            live.num_computed_tokens -= step.num_rejected
         if self.max_steps > 1:
             if not step.stale:
-                request.num_output_placeholders -= num_sampled + step.num_rejected
+                live.num_output_placeholders -= num_sampled + step.num_rejected
             if was_running:
                 self.manager.cache_blocks(
-                    request, request.num_computed_tokens - request.num_output_placeholders
+                    live, live.num_computed_tokens - live.num_output_placeholders
                 )
-        seen["cached"] = self.manager.estimate_cached_tokens(request)
-        if request.num_tokens >= self.setup.max_model_len:
+        seen["cached"] = self.manager.estimate_cached_tokens(live)
+        if live.num_tokens >= self.setup.max_model_len:
             self.op_finish(live)
         return seen
 
@@ -211,63 +193,54 @@ class ManagerDriver(ManagerModel):
 
     def op_serve(self, plan: int, num_tokens: int) -> Observation:
         """A request arrives, is admitted if possible, and runs alone for some output tokens."""
-        seen = self.op_add(plan) | {"steps": []}
+        added = self.op_add(plan)
         live = self.waiting[-1]
-        seen["steps"].append(self.op_start(live, self.setup.max_chunk))
-        wanted = live.request.num_prompt_tokens + num_tokens
-        while live in self.running and live.request.num_tokens < wanted:
-            if self.num_runnable(live) > 0:
-                seen["steps"].append(self.op_run(live, self.setup.max_chunk))
-            else:
-                seen["steps"].append(self.op_process(live))
-        return seen
+        started = self.op_start(live, self.setup.max_chunk)
+        return added | {"steps": [started, *self.op_decode(live, num_tokens)["steps"]]}
 
     @picks_from(lambda self: self.running)
     def op_decode(self, live: LiveRequest, num_tokens: int) -> Observation:
-        """One running request goes on alone for several steps."""
-        seen: Observation = {"steps": []}
-        for _ in range(num_tokens):
-            if live in self.running and self.num_runnable(live) > 0:
-                seen["steps"].append(self.op_run(live, self.setup.max_chunk))
-            while live in self.live and len(live.steps) >= self.max_steps:
-                seen["steps"].append(self.op_process(live))
-        return seen
+        """One running request goes on alone until it has so many more output tokens."""
+        steps: list[Observation] = []
+        wanted = live.num_tokens + num_tokens
+        while live in self.running and live.num_tokens < wanted:
+            if self.num_runnable(live) > 0:
+                steps.append(self.op_run(live, self.setup.max_chunk))
+            else:
+                steps.append(self.op_process(live))
+        return {"steps": steps}
 
     # ---------------------------------------------------------------- leaving
 
     @picks_from(lambda self: self.running)
-    def op_preempt(self, live: LiveRequest) -> Observation:
-        self.preempt(live)
-        return {}
-
-    def preempt(self, live: LiveRequest, drop: bool = False) -> None:
-        request = live.request
+    def op_preempt(self, live: LiveRequest, drop: bool = False) -> Observation:
         self.running.remove(live)
-        self.manager.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
+        self.manager.free(live)
+        live.status = RequestStatus.PREEMPTED
+        live.num_computed_tokens = 0
         self.make_stale(live, drop)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
+        live.num_preemptions += 1
+        self.counts["preemptions"] += 1
         self.waiting.insert(0, live)
+        return {}
 
     @picks_from(lambda self: self.live)
     def op_finish(self, live: LiveRequest) -> Observation:
         """A request finishes or is aborted, wherever it stands."""
         self.leave(live)
-        self.manager.free(live.request)
+        self.manager.free(live)
         return {}
 
     def leave(self, live: LiveRequest) -> None:
         (self.running if live in self.running else self.waiting).remove(live)
-        live.request.status = RequestStatus.FINISHED_ABORTED
+        live.status = RequestStatus.FINISHED_ABORTED
 
     @picks_from(lambda self: self.live)
     def op_finish_later(self, live: LiveRequest) -> Observation:
         """A request finishes, but its blocks are returned to the pool later."""
-        ids = {i for table in self.tables(live) for i in table if i}
+        ids = {i for table in self.manager.get_block_ids(live.request_id) for i in table if i}
         self.leave(live)
-        blocks = self.manager.pop_blocks_for_free(live.request)
+        blocks = self.manager.pop_blocks_for_free(live)
         if blocks:
             self.deferred.append((blocks, ids))
         elif ids:
@@ -286,10 +259,10 @@ class ManagerDriver(ManagerModel):
         """Reset the prefix cache, with all running requests preempted or not."""
         if preempt_all:
             while self.running:
-                self.preempt(self.running[-1], drop=True)
+                self.op_preempt(self.running[-1], drop=True)
         return {"reset": self.manager.reset_prefix_cache()}
 
-    @picks_from(lambda self: [live for live in self.running if not live.request.is_prefill_chunk])
+    @picks_from(lambda self: [live for live in self.running if not live.is_prefill_chunk])
     def op_session(self, live: LiveRequest, plan: int) -> Observation:
         """A streaming session's turn ends with the next output, and its next input arrives.
 
@@ -300,24 +273,26 @@ class ManagerDriver(ManagerModel):
         # with a turn is not modelled.
         if self.setup.holds_states or self.setup.num_drafts:
             return {"skipped": "session"}
-        request, path = live.request, self.plans[plan % len(self.plans)].path
+        path = self.plans[plan % len(self.plans)].path
         num_new = sum(length for _, length in path)
-        if request.num_tokens + 1 + num_new >= self.setup.max_model_len:
+        if live.num_tokens + 1 + num_new >= self.setup.max_model_len:
             return {"skipped": "session"}
         if not any(step.samples for step in live.steps) and self.num_runnable(live) > 0:
             self.op_run(live, 1)
-        num_outputs = request.num_output_tokens
-        while live in self.running and live.steps and request.num_output_tokens == num_outputs:
+        num_outputs = live.num_output_tokens
+        while live in self.running and live.steps and live.num_output_tokens == num_outputs:
             self.op_process(live)
-        if live not in self.running or request.num_output_tokens == num_outputs:
+        if live not in self.running or live.num_output_tokens == num_outputs:
             return {"skipped": "session"}
-        request.num_computed_tokens -= request.num_output_placeholders
+        live.num_computed_tokens -= live.num_output_placeholders
         self.make_stale(live, drop=True)
-        live.continue_session(path, self.setup.resolved_hash_block_size)
-        request.status = RequestStatus.WAITING
+        live.known.clear()
+        tokens = tokens_of(path, start=live.num_computed_tokens)
+        update = StreamingUpdate(None, tokens, live.max_tokens, 0.0, live.sampling_params)
+        Scheduler._update_request_as_session(self.scheduler, live, update)
         self.running.remove(live)
         self.waiting.insert(0, live)
-        return {"num_tokens": request.num_tokens}
+        return {"num_tokens": live.num_tokens}
 
     # ---------------------------------------------------------------- looking
 
@@ -328,25 +303,21 @@ class ManagerDriver(ManagerModel):
         Without the length of the prompt, for which the hybrid manager keeps one token more than
         base.
         """
-        request = live.request
+        processed = max(0, live.num_computed_tokens - live.num_in_flight_tokens)
         self.manager.remove_skipped_blocks(
-            request_id=request.request_id,
-            processed_computed_tokens=max(
-                0, request.num_computed_tokens - request.num_in_flight_tokens
-            ),
+            request_id=live.request_id, processed_computed_tokens=processed
         )
         return {}
 
-    @picks_from(lambda self: [w for w in self.waiting if w.request.num_computed_tokens == 0])
+    @picks_from(lambda self: [w for w in self.waiting if w.num_computed_tokens == 0])
     def op_look_up(self, live: LiveRequest, cut: int) -> Observation:
         """A lookup that leads to nothing, and a shorter view of it."""
         blocks, hit, boundary = self.look_up(live)
-        for_connector = (blocks, hit, boundary, False)
-        if not self.setup.holds_states:  # KV connectors with states are base's
-            for_connector = self.manager.get_computed_blocks_for_connector(live.request)
-        shorter = min(cut * self.setup.scheduler_block_size, hit)
-        if self.setup.holds_states:
-            shorter = hit  # there is no state before
+        if self.setup.holds_states:  # KV connectors are base's, and there is no state before.
+            shorter, for_connector = hit, (blocks, hit, boundary, False)
+        else:
+            shorter = min(cut * self.setup.scheduler_block_size, hit)
+            for_connector = self.manager.get_computed_blocks_for_connector(live)
         view = self.manager.truncate_computed_blocks(blocks, shorter) if hit else blocks
         ids = blocks.get_block_ids()
         for table, longer in zip(view.get_block_ids(), ids, strict=True):
@@ -358,19 +329,19 @@ class ManagerDriver(ManagerModel):
             "for_connector": (self.block_counts(for_connector[0]), *for_connector[1:]),
             "hit_nulls": [[i for i, block_id in enumerate(t) if not block_id] for t in ids],
             "truncated": self.block_counts(view),
-            "enabled": self.manager.prefix_cache_lookup_enabled(live.request),
+            "enabled": self.manager.prefix_cache_lookup_enabled(live),
         }
 
     @picks_from(lambda self: self.live)
     def op_observe(self, live: LiveRequest) -> Observation:
         """Read-only calls about one request, as scheduler and connectors make them."""
-        manager, request, request_id = self.manager, live.request, live.request_id
-        computed = request.num_computed_tokens
+        manager, request_id = self.manager, live.request_id
+        computed = live.num_computed_tokens
         blocks = manager.get_blocks(request_id)
         ids = blocks.get_block_ids()
         if ids != manager.get_block_ids(request_id):
             raise Unsafe("get_blocks and get_block_ids differ")
-        full = min(request.num_tokens, self.setup.max_model_len)
+        full = min(live.num_tokens, self.setup.max_model_len)
         remaining = [
             manager.coordinator.get_num_blocks_to_allocate(
                 request_id=request_id,
@@ -381,7 +352,7 @@ class ManagerDriver(ManagerModel):
                 num_local_computed_tokens=computed,
                 num_tokens_main_model=full,
                 apply_admission_cap=True,
-                prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+                prefill_end=max(live.num_prompt_tokens, live.num_tokens - 1),
             )
             for num_encoder_tokens in (0, live.plan.encoder)
         ]
@@ -393,7 +364,7 @@ class ManagerDriver(ManagerModel):
             "new_empty": self.block_counts(blocks.new_empty()),
             "added": self.block_counts(blocks + blocks),
             "clipped": [len(t) for t in clipped],
-            "cached": manager.estimate_cached_tokens(request),
+            "cached": manager.estimate_cached_tokens(live),
             "remaining": remaining,
             "common": manager.get_num_common_prefix_blocks(request_id),
         }
@@ -404,16 +375,16 @@ class ManagerDriver(ManagerModel):
 
     # ---------------------------------------------------------------- the end
 
-    def wind_down(self) -> Observation:
+    def op_wind_down(self) -> Observation:
         """Every request ends; the pool must be whole again, and forget on request."""
         seen = self.op_stats()
         while self.live:
             self.op_finish(self.live[-1])
         while self.deferred:
             self.op_return_blocks()
-        seen |= self.audit()
+        seen["before_the_reset"] = self.audit()
         if self.manager.usage != 0:
             raise Unsafe(f"usage is {self.manager.usage} with no request alive")
         if not self.manager.reset_prefix_cache():
             raise Unsafe("the prefix cache cannot be reset with no request alive")
-        return seen | {"events_at_the_end": self.audit().get("events")}
+        return seen

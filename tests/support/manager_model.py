@@ -6,8 +6,12 @@ which of them steps in flight still read.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from support.kv_configs import KVSetup
 from support.kv_content import KVContent, Unsafe
@@ -25,9 +29,9 @@ def normal_events(events: Sequence[KVCacheEvent], num_groups: int) -> tuple[Any,
         if isinstance(event, AllBlocksCleared):
             for one_group in per_group:
                 one_group.append("cleared")
-            continue
-        fields = {name: getattr(event, name) for name in event.__struct_fields__}
-        per_group[fields["group_idx"]].append((type(event).__name__, fields))
+        else:
+            fields = msgspec.structs.asdict(event)
+            per_group[fields["group_idx"]].append((type(event).__name__, fields))
     return tuple(map(tuple, per_group))
 
 
@@ -48,15 +52,24 @@ class ManagerModel:
         # Popped with pop_blocks_for_free, not yet returned: the blocks, their ids.
         self.deferred: list[tuple[list[Any], set[int]]] = []
         self.num_requests = 0
-        # Of each admission that was tried: request, its tokens, the length of its hit.
-        self.lookups: list[tuple[str, int, int]] = []
-        self.hit_tokens = 0
-        self.num_hits = 0
-        self.num_junctions = 0
-        self.num_preemptions = 0
-        self.num_accepted = 0
-        self.num_rejected = 0
+        #: Of hits, hit tokens, junctions, preemptions, and of drafts accepted and rejected.
+        self.counts: Counter[str] = Counter()
         self.max_steps = setup.max_steps
+        #: What base's scheduler looks at where it cuts prefills for states, and in sessions. It
+        #: has no limit on chunks, so that a block may always be longer than one.
+        size = setup.scheduler_block_size
+        self.scheduler: Any = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=size),
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            max_num_scheduled_tokens=0,
+            block_size=size,
+            hash_block_size=setup.resolved_hash_block_size,
+            use_eagle_block_drop=False,
+            mamba_partial_cache_hit=False,
+            mamba_has_prefill_checkpoint_blocks=False,
+            mamba_shared_prefix_checkpoint=False,
+            log_stats=False,
+        )
 
     @property
     def live(self) -> list[LiveRequest]:
@@ -64,7 +77,9 @@ class ManagerModel:
 
     def audit(self) -> Observation:
         """Check the manager's state against the model and return what can be compared."""
-        tables = {live.request_id: self.tables(live) for live in self.live}
+        tables = {
+            live.request_id: self.manager.get_block_ids(live.request_id) for live in self.live
+        }
         owners: dict[int, tuple[int, int]] = {}
         names: dict[int, int] = {0: 0}
         shape = []
@@ -79,17 +94,15 @@ class ManagerModel:
                 shape.append([names.setdefault(block_id, len(names)) for block_id in table])
         used = set(owners).union(*(ids for _, ids in self.deferred))
         free = self.manager.block_pool.get_num_free_blocks()
-        usable = self.setup.num_blocks - 1
+        usable, usage = self.setup.num_blocks - 1, self.manager.usage
         if free != usable - len(used):
             raise Unsafe(f"{free} blocks are free, but {len(used)} of {usable} are in use")
-        usage = self.manager.usage
         if usable and abs(usage - len(used) / usable) > 1e-9:
             raise Unsafe(f"usage is {usage}, but {len(used)} of {usable} blocks are in use")
         for live in self.running:
             self.check_steps_in_flight(live, tables[live.request_id])
-        check_integrity = getattr(self.manager, "check_integrity", None)
-        if check_integrity is not None:
-            check_integrity()
+        if hasattr(self.manager, "check_integrity"):
+            self.manager.check_integrity()
         seen: Observation = {"free": free, "usage": round(usage, 9)}
         # Nulls first: of two that differ, they are easier to understand.
         seen["nulls"] = [[i for i, name in enumerate(table) if not name] for table in shape]
@@ -107,7 +120,7 @@ class ManagerModel:
             return
         for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
             first = kind.first_column(start, start)
-            num_tokens = live.plan.encoder if kind.of_encoder else live.request.num_computed_tokens
+            num_tokens = live.plan.encoder if kind.of_encoder else live.num_computed_tokens
             end = -(-num_tokens // kind.block_size)
             if kind.of_encoder and len(table) < end:
                 raise Unsafe(f"{live.request_id} group {group} lost blocks: {table}")
@@ -119,35 +132,28 @@ class ManagerModel:
                     f"reads was given up: {table}"
                 )
 
-    def tables(self, live: LiveRequest) -> Tables:
-        return self.manager.get_block_ids(live.request_id)
-
     def block_counts(self, blocks: Any) -> list[int]:
         return [len(ids) for ids in blocks.get_block_ids()]
 
     def look_up(self, live: LiveRequest) -> tuple[Any, int, int]:
         """The manager's prefix hit, each block of it verified."""
-        blocks, hit, boundary = self.manager.get_computed_blocks(live.request)
-        if not 0 <= hit < live.request.num_tokens:
-            raise Unsafe(f"{live.request_id} hits {hit} of {live.request.num_tokens} tokens")
+        blocks, hit, boundary = self.manager.get_computed_blocks(live)
+        if not 0 <= hit < live.num_tokens:
+            raise Unsafe(f"{live.request_id} hits {hit} of {live.num_tokens} tokens")
         self.content.check_hit(blocks.get_block_ids(), live.identities(hit), hit)
         return blocks, hit, boundary
 
     def num_runnable(self, live: LiveRequest) -> int:
         """Tokens of a running request that can be scheduled now."""
-        request = live.request
         if len(live.steps) >= self.max_steps:
             return 0
-        num_tokens = (
-            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        )
-        return min(num_tokens, self.setup.max_model_len - request.num_computed_tokens - 1)
+        num_tokens = live.num_tokens + live.num_output_placeholders - live.num_computed_tokens
+        return min(num_tokens, self.setup.max_model_len - live.num_computed_tokens - 1)
 
     def num_drafts(self, live: LiveRequest) -> int:
         """Draft tokens to verify beside the next token of a request: none before its first."""
-        request = live.request
-        num_known = request.num_tokens + request.num_output_placeholders
-        if num_known == request.num_prompt_tokens or request.num_computed_tokens != num_known - 1:
+        num_known = live.num_tokens + live.num_output_placeholders
+        if num_known == live.num_prompt_tokens or live.num_computed_tokens != num_known - 1:
             return 0
         return min(self.setup.num_drafts, self.setup.max_model_len - 1 - num_known)
 
@@ -158,38 +164,33 @@ class ManagerModel:
 
         The last ``num_drafts`` of them are drafts, of which some are wrong.
         """
-        request = live.request
         # The scheduler counts on drafts in flight; the step starts where they turn out wrong.
-        start = request.num_computed_tokens - sum(
+        start = live.num_computed_tokens - sum(
             step.num_rejected for step in live.steps if not step.stale
         )
         end = start + num_tokens
         num_rejected = random.Random(start).randint(0, num_drafts)
-        tables = self.tables(live)
+        tables = self.manager.get_block_ids(live.request_id)
         new_ids = new_blocks.get_block_ids()
         for group, (table, ids) in enumerate(zip(tables, new_ids, strict=True)):
             if ids and table[-len(ids) :] != ids:
                 raise Unsafe(f"{live.request_id} group {group}: {ids} is not the end of {table}")
         self.check_zeroing(new_ids)
-        self.check_slots(live, tables, request.num_computed_tokens + num_tokens)
+        self.check_slots(live, tables, live.num_computed_tokens + num_tokens)
         identities = live.identities(end)
-        if num_rejected:
-            self.num_rejected += num_rejected
-            identities[end - num_rejected :] = [-live.request.num_tokens] * num_rejected
-        self.num_accepted += num_drafts - num_rejected
+        identities[end - num_rejected :] = [-live.num_tokens] * num_rejected
+        self.counts.update(accepted=num_drafts - num_rejected, rejected=num_rejected)
         step = identities, start, end, live.encoder_identities()
         self.content.check_states(tables, identities, start)
         self.content.write(tables, *step)
         self.content.check_step(tables, *step)
-        request.num_computed_tokens += num_tokens
-        request.num_in_flight_tokens += num_tokens
-        samples = (
-            request.num_computed_tokens >= request.num_tokens + request.num_output_placeholders
-        )
-        request.is_prefill_chunk = not samples
+        live.num_computed_tokens += num_tokens
+        live.num_in_flight_tokens += num_tokens
+        samples = live.num_computed_tokens >= live.num_tokens + live.num_output_placeholders
+        live.is_prefill_chunk = not samples
         # Base's synchronous scheduler keeps no placeholders: it waits for each output.
         if samples and self.max_steps > 1:
-            request.num_output_placeholders += 1 + num_drafts
+            live.num_output_placeholders += 1 + num_drafts
         live.steps.append(StepInFlight(start, num_tokens, samples, num_drafts, num_rejected))
         return {"scheduled": num_tokens, "new_blocks": [len(ids) for ids in new_ids]}
 
@@ -205,23 +206,18 @@ class ManagerModel:
     def check_zeroing(self, new_ids: Sequence[list[int]]) -> None:
         """The blocks to zero are exactly the new ones, where base zeroes at all."""
         to_zero = self.manager.take_new_block_ids()
-        mixed = self.setup.holds_states or len({kind.dtype for kind in self.groups}) > 1
-        kinds = self.groups if mixed else ()
-        expected = sorted(
-            i
-            for kind, ids in zip(kinds, new_ids, strict=False)
-            for i in ids
-            if not kind.holds_states
-        )
+        expected: list[int] = []
+        if self.setup.holds_states or len({kind.dtype for kind in self.groups}) > 1:
+            zeroed = zip(self.groups, new_ids, strict=False)
+            expected = sorted(i for kind, ids in zeroed if not kind.holds_states for i in ids)
         if sorted(to_zero) != expected:
             raise Unsafe(f"{to_zero} would be zeroed instead of {expected}")
 
     def make_stale(self, live: LiveRequest, drop: bool) -> None:
         """Steps in flight no longer advance the request; some still deliver their output."""
-        request = live.request
         drop = drop or any(step.dropped for step in live.steps)
         for step in live.steps:
             step.stale, step.dropped = True, step.dropped or drop
-        request.drop_stale_output = drop
-        request.num_stale_output_tokens = request.num_in_flight_tokens
-        request.num_output_placeholders = 0
+        live.drop_stale_output = drop
+        live.num_stale_output_tokens = live.num_in_flight_tokens
+        live.num_output_placeholders = 0

@@ -1,81 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders with nothing but a ``config.json``, of models small enough to build anywhere."""
+"""Folders with nothing but a ``config.json``: tiny models, with windows of real ones."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoints.tiny_models import MAMBA2
+from tools.checkpoints.tiny_models import (
+    TINY_GEMMA3,
+    TINY_GRANITE4,
+    TINY_LLAMA4,
+    TINY_MISTRAL,
+    TinyModel,
+)
 
-_DECODER: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "dtype": "bfloat16",
-}
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gemma3": _DECODER
-    | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 12,
-        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
-        "sliding_window": 512,
-    },
-    "mistral": _DECODER
-    | {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "num_hidden_layers": 2,
-        "sliding_window": 512,
-    },
-    "llama4": _DECODER
-    | {
-        "architectures": ["Llama4ForCausalLM"],
-        "model_type": "llama4_text",
-        "num_hidden_layers": 4,
-        "intermediate_size_mlp": 256,
-        "attention_chunk_size": 256,
-        "no_rope_layers": [1, 1, 1, 0],
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 1,
-    },
-    "granite4": _DECODER
-    | {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 4,
-        "layer_types": ["mamba", "attention", "mamba", "mamba"],
-        **MAMBA2,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "shared_intermediate_size": 256,
-        "position_embedding_type": "nope",
-    },
-    "bert": {
-        "architectures": ["BertModel"],
-        "model_type": "bert",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "dtype": "float32",
-    },
+#: What a model is made from, its architecture, and other values than the tiny checkpoint has.
+CONFIGS: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
+    "gemma3": (
+        TINY_GEMMA3,
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 12,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
+            "sliding_window": 512,
+        },
+    ),
+    "mistral": (
+        TINY_MISTRAL,
+        "MistralForCausalLM",
+        {"num_hidden_layers": 2, "sliding_window": 512},
+    ),
+    "llama4": (TINY_LLAMA4, "Llama4ForCausalLM", {"attention_chunk_size": 256}),
+    "granite4": (
+        TINY_GRANITE4,
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    ),
 }
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
     """Write the configuration ``name`` to its own folder below ``folder``."""
+    model, architecture, other = CONFIGS[name]
+    config = {"architectures": [architecture], "model_type": model.model_type, "dtype": "bfloat16"}
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    values = config | {**model.common, **model.config} | other | changes
+    (target / "config.json").write_text(json.dumps(values))
     return target

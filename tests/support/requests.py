@@ -7,6 +7,8 @@ made from it, together with what identifies the KV at each of its positions.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from support.identity import MultiModalItem, PrefixIdentity, prefix_identities
 from vllm.lora.request import LoRARequest
@@ -30,35 +32,26 @@ def build_request(
     hasher: Hasher | None,
     identity: PrefixIdentity,
     *,
+    request_class: Callable[..., Any] = Request,
     max_tokens: int = 100_000,
     stop_tokens: Sequence[int] = (),
-    arrival_time: float = 0.0,
-    priority: int = 0,
     skip_reading: bool = False,
     report_full: bool = False,
     encoder_length: int = 0,
-) -> Request:
-    """A request as the engine core makes it.
+    **arguments: Any,
+) -> Any:
+    """A request as the engine core makes it, without hashes if ``hasher`` is None.
 
-    Args:
-        req_id: The request's id.
-        tokens: The prompt.
-        hasher: For block hashes; None if prefix caching is off.
-        identity: Salt, adapter and images.
-        max_tokens: Length of the output.
-        stop_tokens: Tokens that end the output.
-        arrival_time: Priority scheduling breaks ties by it.
-        priority: The lowest is served first.
-        skip_reading: Whether the request does not read the prefix cache.
-        report_full: Whether KV cache events report its hits, too.
-        encoder_length: Tokens of the input to an encoder; no two requests have the same input.
+    With ``skip_reading`` it does not read the prefix cache; with ``report_full`` KV cache events
+    report its hits, too. No two requests have the same input to an encoder, of
+    ``encoder_length`` tokens. ``arguments`` are those of `Request`.
     """
     lora, items = identity.lora_name, identity.mm_items
     features = [("image", item.identifier, item.offset, item.length) for item in items]
     if encoder_length:
         # What an encoder-decoder model gets in addition to the decoder's prompt.
         features.append(("audio", encoder_input(req_id), 0, encoder_length))
-    return Request(
+    return request_class(
         request_id=req_id,
         prompt_token_ids=list(tokens),
         sampling_params=SamplingParams(
@@ -69,8 +62,6 @@ def build_request(
             extra_args={"kv_cache_report_mode": "full"} if report_full else None,
         ),
         pooling_params=None,
-        arrival_time=arrival_time,
-        priority=priority,
         mm_features=[
             MultiModalFeatureSpec(None, modality, identifier, PlaceholderRange(offset, length))
             for modality, identifier, offset, length in features
@@ -81,6 +72,7 @@ def build_request(
         cache_salt=identity.cache_salt,
         block_hasher=hasher,
         session_id=f"session-{req_id}",
+        **arguments,
     )
 
 
@@ -125,73 +117,46 @@ def token_at(label: int, position: int) -> int:
 
 
 def tokens_of(path: tuple[tuple[int, int], ...], start: int = 0) -> list[int]:
-    tokens: list[int] = []
-    for label, length in path:
-        first = start + len(tokens)
-        tokens.extend(token_at(label, position) for position in range(first, first + length))
-    return tokens
+    labels = [label for label, length in path for _ in range(length)]
+    return [token_at(label, position) for position, label in enumerate(labels, start)]
 
 
-def make_request(plan: RequestPlan, request_id: str, hasher: Hasher | None) -> Request:
+def make_request(plan: RequestPlan, request_id: str, hasher: Hasher | None) -> "LiveRequest":
     """The request of a plan, for managers that get the encoder's length from their caller."""
     return build_request(
         request_id,
         tokens_of(plan.path),
         hasher,
         plan.identity,
+        request_class=partial(LiveRequest, plan),
         skip_reading=plan.skip_reading,
         report_full=plan.report_full,
     )
 
 
-class LiveRequest:
-    """One request, the identity of the KV at each of its positions, and its steps in flight."""
+class LiveRequest(Request):
+    """A request with the identity of the KV at each of its positions, and its steps in flight."""
 
-    def __init__(self, plan: RequestPlan, request_id: str, hasher: Hasher | None) -> None:
+    def __init__(self, plan: RequestPlan, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.plan = plan
-        self.request = make_request(plan, request_id, hasher)
         self.steps: list[StepInFlight] = []
-        self._identities: list[int] = []
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    def next_token(self) -> int:
-        """The token that the model would sample next: fixed by the position."""
-        return token_at(self.plan.output, self.request.num_tokens)
+        #: Of positions; to be cleared when the request's tokens change.
+        self.known: list[int] = []
 
     def identities(self, end: int) -> list[int]:
         """Identities of the first ``end`` positions, also of tokens that are yet to be sampled."""
-        if end > len(self._identities):
-            tokens = list(self.request.all_token_ids)
+        if end > len(self.known):
+            tokens = list(self.all_token_ids)
             upcoming = range(len(tokens), end + 64)
             tokens += [token_at(self.plan.output, position) for position in upcoming]
-            self._identities = prefix_identities(tokens, self.plan.identity).tolist()
-        return self._identities[:end]
+            self.known = prefix_identities(tokens, self.plan.identity).tolist()
+        return self.known[:end]
 
     def encoder_identities(self) -> list[int]:
         """Identities of what an encoder makes of the request's input."""
         identity = PrefixIdentity(encoder_input(self.request_id))
         return prefix_identities(range(self.plan.encoder), identity).tolist()
-
-    def continue_session(self, path: tuple[tuple[int, int], ...], hash_block_size: int) -> None:
-        """Next input of a streaming session, as base's scheduler does it: outputs become
-        part of the prompt, except the last one, which has not been computed.
-        """
-        request = self.request
-        computed = request.num_computed_tokens
-        outputs = list(request.all_token_ids[request.num_prompt_tokens : computed])
-        new_tokens = tokens_of(path, start=computed)
-        assert request.prompt_token_ids is not None
-        del request._all_token_ids[computed:]
-        del request.block_hashes[computed // hash_block_size :]
-        request._output_token_ids.clear()
-        request.prompt_token_ids.extend([*outputs, *new_tokens])
-        request._all_token_ids.extend(new_tokens)
-        request.update_block_hashes()
-        request.num_prompt_tokens = len(request.prompt_token_ids)
-        self._identities.clear()
 
 
 @dataclass

@@ -8,12 +8,6 @@ class ShortRepr:
     """Leaves out the fields of a dataclass (made with ``repr=False``) that have defaults."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._changes()})"
-
-    def _changes(self, num_skipped: int = 0) -> str:
-        """Arguments for all fields but the first few, as far as they differ from defaults."""
-        return ", ".join(
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields(self)[num_skipped:]  # type: ignore[arg-type]
-            if getattr(self, f.name) != f.default
-        )
+        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]  # type: ignore[arg-type]
+        changes = (f"{name}={value!r}" for name, value, default in values if value != default)
+        return f"{type(self).__name__}({', '.join(changes)})"

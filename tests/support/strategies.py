@@ -91,18 +91,6 @@ def encoder_decoder_kinds(draw: st.DrawFn) -> tuple[AttentionKind, ...]:
     return tuple(kinds)
 
 
-@st.composite
-def layouts(draw: st.DrawFn, kinds: Sequence[AttentionKind]) -> tuple[int, ...] | None:
-    """Group orders: side by side, interleaved as a model's layers are, or any."""
-    in_turn = [i for i, kind in enumerate(kinds) for _ in range(kind.num_groups)]
-    how = draw(st.sampled_from(["side by side", "side by side", "reversed", "shuffled"]))
-    if how == "side by side" or len(kinds) == 1:
-        return None
-    if how == "reversed":
-        return tuple(reversed(in_turn))
-    return tuple(draw(st.permutations(in_turn)))
-
-
 def retention_intervals(kinds: Sequence[AttentionKind]) -> st.SearchStrategy[int | None]:
     """Those that base accepts for a model."""
     lcm = math.lcm(*(kind.block_size for kind in kinds))
@@ -113,18 +101,17 @@ def retention_intervals(kinds: Sequence[AttentionKind]) -> st.SearchStrategy[int
 @st.composite
 def setups(
     draw: st.DrawFn,
+    kinds: st.SearchStrategy[tuple[AttentionKind, ...]],
     *,
-    tight: bool = False,
-    prompt_tokens: int = 160,
-    requests: int = 40,
-    kinds: st.SearchStrategy[tuple[AttentionKind, ...]] | None = None,
+    tight: bool,
+    prompt_tokens: int,
 ) -> KVSetup:
     """Whole setups, for prompts of up to ``prompt_tokens``.
 
     ``tight`` draws pools from barely one request to a few; otherwise the pool
-    holds ``requests`` whole requests, so that hardly ever anything is evicted.
+    holds 40 whole requests, so that hardly ever anything is evicted.
     """
-    chosen = draw(kinds if kinds is not None else attention_kinds())
+    chosen = draw(kinds)
     per_request = blocks_for(chosen, prompt_tokens)
     num_groups = sum(kind.num_groups for kind in chosen)
     if tight:
@@ -132,7 +119,7 @@ def setups(
         num_blocks = 2 + max(num_groups, per_request * percent // 100)
     else:
         # Base builds an object for each block, so not without a limit.
-        num_blocks = 1 + max(per_request, min(per_request * requests, 12_000))
+        num_blocks = 1 + max(per_request, min(per_request * 40, 12_000))
     lcm = math.lcm(*(kind.block_size for kind in chosen))
     gcd = math.gcd(*(kind.block_size for kind in chosen))
     states = any(kind.holds_states for kind in chosen)
@@ -140,7 +127,7 @@ def setups(
     setup = KVSetup(
         kinds=chosen,
         num_blocks=num_blocks,
-        layout=draw(layouts(chosen)),
+        shuffle_groups=draw(st.sampled_from([None, None, 0, 1, 2, 3])),
         retention=draw(retention_intervals(chosen)),
         caching=states or draw(st.sampled_from([True] * 9 + [False])),
         events=draw(st.sampled_from([True, True, False])),
@@ -169,7 +156,7 @@ def plan_trees(draw: st.DrawFn, max_tokens: int, unit: int) -> tuple[RequestPlan
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_tokens: int, unit: int, trunks: Sequence[int] = ()) -> RequestPlan:
+def plans(draw: st.DrawFn, max_tokens: int, unit: int, trunks: Sequence[int]) -> RequestPlan:
     """One plan: now and then with a salt, an adapter, images, or other extras."""
     lengths = st.one_of(
         st.integers(1, 16).map(lambda n: n * unit),
@@ -180,7 +167,7 @@ def plans(draw: st.DrawFn, max_tokens: int, unit: int, trunks: Sequence[int] = (
     pieces = draw(
         st.lists(st.tuples(st.sampled_from([0, 1, 2, 3]), lengths), min_size=1, max_size=3)
     )
-    if trunks and draw(st.integers(0, 3)):
+    if draw(st.integers(0, 3)):
         pieces.insert(0, (0, draw(st.sampled_from(trunks))))
     path: list[tuple[int, int]] = []
     left = max_tokens

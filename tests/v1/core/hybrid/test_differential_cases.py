@@ -159,7 +159,7 @@ def test_unequal_block_sizes(manager_class: Any) -> None:
     assert look_up(driver, 0) == (192, 0, [[0, 1, 2, 3, 4], []])
     assert look_up(driver, 1) == (96, 0, [[0, 1], []])
     # Of 7 window blocks the two before a multiple of 96 are cached, of 5 full ones 4.
-    assert driver.manager.estimate_cached_tokens(driver.running[0].request) == 192
+    assert driver.manager.estimate_cached_tokens(driver.running[0]) == 192
 
 
 def test_mla(manager_class: Any) -> None:
@@ -189,7 +189,7 @@ def test_no_groups_at_all(manager_class: Any) -> None:
     assert seen["admitted"] and seen["new_blocks"] == []
     assert driver.manager.usage == 0
     assert driver.manager.get_block_ids("r000") == ()
-    driver.wind_down()
+    driver.apply(("wind_down",))
 
 
 def test_salts_adapters_and_images_do_not_share(manager_class: Any) -> None:
@@ -263,7 +263,7 @@ def test_admission_counts_no_more_than_a_window_recycles(manager_class: Any) -> 
     settings: dict[str, Any] = dict(max_chunk=32, max_model_len=400)
     driver = drive(manager_class, (sliding(33, 16),), ((0, 300),), num_blocks=6, **settings)
     assert serve(driver, 0, 5)["admitted"]
-    assert driver.num_preemptions == 0
+    assert driver.counts["preemptions"] == 0
     driver = drive(manager_class, (sliding(33, 16),), ((0, 300),), num_blocks=5, **settings)
     assert not serve(driver, 0)["admitted"]
 
@@ -289,7 +289,7 @@ def test_a_step_must_have_something_to_do(manager_class: Any) -> None:
     driver = drive(manager_class, GEMMA, ((0, 100),))
     serve(driver, 0, 1)
     with pytest.raises(ValueError, match="num_new_tokens"):
-        driver.manager.allocate_slots(driver.running[0].request, 0)
+        driver.manager.allocate_slots(driver.running[0], 0)
 
 
 def test_events(manager_class: Any) -> None:
@@ -332,11 +332,11 @@ def test_streaming_session(manager_class: Any) -> None:
     driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 30),), max_steps=3)
     serve(driver, 0, 4)
     live = driver.running[0]
-    assert (live.request.num_tokens, live.request.num_computed_tokens) == (64, 65)
+    assert (live.num_tokens, live.num_computed_tokens) == (64, 65)
     # The first of them ends the turn with the fifth output.
     seen = driver.apply(("session", 0, 1))
     # The last output is dropped, the four before it become part of the prompt.
-    assert (live.request.num_computed_tokens, seen["num_tokens"]) == (64, 94)
+    assert (live.num_computed_tokens, seen["num_tokens"]) == (64, 94)
     assert seen["free"] == 999 - 5 * 6 + 5
     seen = driver.apply(("start", 0, 512))
     assert "hit" not in seen and seen["scheduled"] == 30
@@ -354,7 +354,7 @@ def test_each_turn_of_a_session_keeps_its_end(manager_class: Any) -> None:
     # Windows are cached only before the end of a prompt, and the prompt grows.
     driver = drive(manager_class, GEMMA, ((0, 60),), ((3, 60),), retention=0)
     serve(driver, 0, 20)
-    assert driver.running[0].request.num_computed_tokens == 79
+    assert driver.running[0].num_computed_tokens == 79
     driver.apply(("session", 0, 1))
     driver.apply(("start", 0, 512))
     driver.apply(("finish", 0))

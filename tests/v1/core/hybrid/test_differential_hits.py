@@ -52,8 +52,8 @@ def hit_tokens(manager_class: Any, setup: KVSetup, seed: int) -> tuple[int, int]
     evictions = count_evictions(driver.manager)
     for op in ops:
         driver.apply(op)
-    driver.wind_down()
-    return driver.hit_tokens, evictions()
+    driver.apply(("wind_down",))
+    return driver.counts["hit_tokens"], evictions()
 
 
 def test_hit_tokens_with_eviction() -> None:

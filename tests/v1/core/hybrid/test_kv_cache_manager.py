@@ -50,7 +50,7 @@ def test_it_has_the_public_methods_and_attributes_of_base():
 
 
 def test_block_ids_come_per_group_in_config_order():
-    manager = make_manager(layout=(1, 0, 1, 1, 1, 1))
+    manager = make_manager(kinds=(sliding(33), full(), sliding(33, num_groups=4)))
     req = request("r", (1, 40))
     assert prefill(manager, req) == 0
     ids = manager.get_block_ids("r")

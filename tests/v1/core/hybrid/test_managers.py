@@ -6,7 +6,6 @@ import pytest
 from support.by_hand import (
     HASHES,
     cache,
-    cache_states,
     hit_pattern,
     make_coordinator,
     request,
@@ -93,7 +92,7 @@ def test_chunked_local_hits_need_the_chunk_before_the_boundary(chunk, cached, ma
 
 def test_a_state_is_hit_where_it_is():
     coordinator = make_coordinator(mamba(16, 3))
-    cache_states(coordinator, 0, 1, 4)
+    cache(coordinator, 0, 1, 4)
     assert hit_pattern(coordinator, 100) == (80, ["....x"])
     assert hit_pattern(coordinator, 79) == (32, [".x"])
     assert hit_pattern(coordinator, 31) == (0, [""])
@@ -102,7 +101,7 @@ def test_a_state_is_hit_where_it_is():
 def test_attention_can_only_be_cut_to_where_a_state_is():
     coordinator = make_coordinator(full(16), mamba(16, 3), sliding(33, 16))
     cache(coordinator, 0, 0, 1, 2, 3)
-    cache_states(coordinator, 1, 1, 2, 4)
+    cache(coordinator, 1, 1, 2, 4)
     cache(coordinator, 2, 0, 1, 3)
     assert hit_pattern(coordinator, 100) == (32, ["xx", ".x", "xx"])
     assert coordinator.find_hit(HASHES, 100).junction == 64
