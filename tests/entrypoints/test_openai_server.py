@@ -18,11 +18,11 @@ import pytest
 from support.server import ACTIVE_LINE, MODEL_NAME, Server
 from support.server_questions import (
     Servers,
+    ask,
     cached_tokens,
     chat,
     client_of,
     complete,
-    start_stream,
     text_of,
     text_prompt,
     wait_until_idle,
@@ -145,7 +145,7 @@ def test_streams_give_what_the_whole_answers_give(servers: Servers) -> None:
 
     def stream(server: Server) -> tuple[str, str, Any]:
         with client_of(server) as client:
-            pieces = [chunk.choices[0].text for chunk in start_stream(client, prompt, 64)]
+            pieces = [chunk.choices[0].text for chunk in ask(client, prompt, 64, stream=True)]
             options = {"stream": True, "stream_options": {"include_usage": True}}
             chunks = list(chat(client, messages, max_tokens=64, **options))
         said = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
@@ -169,7 +169,7 @@ def test_streams_give_what_the_whole_answers_give(servers: Servers) -> None:
 def test_stream_comes_in_pieces(servers: Servers) -> None:
     for server in (servers.base, servers.hybrid):
         with client_of(server) as client:
-            pieces = [chunk.choices[0].text for chunk in start_stream(client, "Once", 32)]
+            pieces = [chunk.choices[0].text for chunk in ask(client, "Once", 32, stream=True)]
         assert len(pieces) > 8
 
 
@@ -179,7 +179,7 @@ def test_aborted_stream_frees_its_blocks(servers: Servers) -> None:
     def abort(server: Server) -> str:
         generated = server.metric("generation_tokens_total")
         with client_of(server) as client:
-            stream = start_stream(client, prompt, max_tokens)
+            stream = ask(client, prompt, max_tokens, stream=True)
             received = [next(stream).choices[0].text for _ in range(3)]
             usage = server.wait_for(lambda: server.metric("kv_cache_usage_perc"), bool)
             assert 0 < usage < 1
@@ -264,7 +264,7 @@ def test_reset_prefix_cache_while_a_request_runs(servers: Servers) -> None:
         names = ("num_preemptions_total", "generation_tokens_total")
         before = [server.metric(name) for name in names]
         with client_of(server) as client:
-            stream = start_stream(client, prompt, max_tokens=LONG_ANSWER)
+            stream = ask(client, prompt, max_tokens=LONG_ANSWER, stream=True)
             text = next(stream).choices[0].text
             refused = server.reset_prefix_cache()
             interrupted = server.reset_prefix_cache(reset_running_requests=True)
@@ -313,7 +313,7 @@ def test_two_clients_at_once(servers: Servers) -> None:
                 start.wait()
                 for question in questions[me]:
                     pieces = []
-                    for chunk in start_stream(client, question, max_tokens):
+                    for chunk in ask(client, question, max_tokens, stream=True):
                         order.append(me)
                         pieces.append(chunk.choices[0].text)
                     answers[me].append("".join(pieces))
@@ -384,7 +384,7 @@ def test_bad_request_gets_its_error(servers: Servers, name: str) -> None:
 
     def run(server: Server) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"}
-        answer = server.post(f"/v1/{path}", content=content, headers=headers)
+        answer = server.http.post(f"/v1/{path}", content=content, headers=headers)
         return answer.status_code, answer.json()
 
     status, answer = servers.both(run)

@@ -118,7 +118,7 @@ def test_tiny_mistral_depends_on_what_its_windows_reach_and_on_nothing_else(
     assert num_different(unchanged, changed[: len(inside)]) == len(inside)
     assert num_different(unchanged, changed[len(inside) :]) == 0
     # The log-probabilities do not change either.
-    logprobs = [request.logprobs for request in result.rounds[0].requests]
+    logprobs = result.rounds[0].logprobs
     for of_outside in logprobs[1 + len(inside) :]:
         assert of_outside == pytest.approx(logprobs[0], abs=1e-4)
 

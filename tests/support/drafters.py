@@ -33,7 +33,8 @@ def eagle_pair(llama: Path, folder: Path, noise: float) -> tuple[Path, Path]:
     config, weights = _one_layer_of(llama)
     head = _copy_of_layer(weights, "layers.0.")
     del head["layers.0.input_layernorm.weight"]
-    head["fc.weight"] = torch.cat(_token_and_hidden_state(config), dim=1)
+    size = config["hidden_size"]
+    head["fc.weight"] = torch.eye(size, 2 * size)  # The token's embedding comes first.
     shutil.copytree(llama, folder / "target")
     (folder / "head").mkdir()
     for name, tensors in (("target", weights), ("head", _with_noise(head, noise))):
@@ -51,9 +52,11 @@ def mtp_model(llama: Path, folder: Path, noise: float) -> Path:
         weights[f"{LAYER}self_attn.{name}.bias"] = torch.zeros(len(projection))
     prefix = "model.mtp_layers.0."
     drafter = _copy_of_layer(weights, prefix)
+    size = config["hidden_size"]
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        drafter[f"{prefix}{norm}.weight"] = torch.ones(config["hidden_size"])
-    drafter[f"{prefix}input_proj.weight"] = torch.cat(_token_and_hidden_state(config)[::-1], dim=1)
+        drafter[f"{prefix}{norm}.weight"] = torch.ones(size)
+    # The token's embedding comes last.
+    drafter[f"{prefix}input_proj.weight"] = torch.eye(size, 2 * size).roll(size, dims=1)
     # Transformers does not have MiMo's own configuration class; Qwen 2's has the same values.
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
     config["num_nextn_predict_layers"] = 1
@@ -84,12 +87,6 @@ def _copy_of_layer(weights: Weights, prefix: str) -> Weights:
         for name, tensor in weights.items()
         if name.startswith(LAYER)
     }
-
-
-def _token_and_hidden_state(config: dict[str, Any]) -> list[torch.Tensor]:
-    """A projection's two parts: it copies a token's embedding and ignores the hidden state."""
-    size = config["hidden_size"]
-    return [torch.eye(size), torch.zeros(size, size)]
 
 
 def _save(folder: Path, weights: Weights, config: dict[str, Any] | None = None) -> None:

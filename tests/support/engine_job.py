@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-HYBRID_PACKAGE = "vllm.v1.core.hybrid."
 Prompt = str | list[int] | dict[str, Any]
 
 
@@ -39,40 +38,24 @@ class Round:
 
 
 @dataclass(frozen=True)
-class RequestResult:
-    """A request's output; the defaults are those of one aborted before its first token."""
-
-    finished: bool = False
-    token_ids: list[int] = field(default_factory=list)
-    #: Of the sampled tokens.
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    num_cached_tokens: int = 0
-    #: Of the prompt, from an embedding model, which generates nothing.
-    embedding: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
 class RoundResult:
-    """A round's results; those of the requests are in the order of the prompts."""
+    """A round's results. Lists are per request, in the order of the prompts.
 
-    requests: list[RequestResult]
+    A request that was aborted before its first token has not finished, and nothing else.
+    """
+
+    finished: list[bool]
+    token_ids: list[list[int]]
+    #: Of the sampled tokens.
+    logprobs: list[list[float]]
+    texts: list[str]
+    num_cached_tokens: list[int]
+    #: Of the prompts, from an embedding model, which generates nothing.
+    embeddings: list[list[float]]
     #: By how much vLLM's own counters rose.
     counters: dict[str, int]
     #: Share of the KV cache in use after the round.
     usage: float
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        return [request.token_ids for request in self.requests]
-
-    @property
-    def texts(self) -> list[str]:
-        return [request.text for request in self.requests]
-
-    @property
-    def num_cached_tokens(self) -> list[int]:
-        return [request.num_cached_tokens for request in self.requests]
 
 
 @dataclass
@@ -91,7 +74,7 @@ class EngineResult:
 
     @property
     def hybrid_is_active(self) -> bool:
-        return self.manager is not None and self.manager.startswith(HYBRID_PACKAGE)
+        return (self.manager or "").startswith("vllm.v1.core.hybrid.")
 
     @property
     def num_cached_tokens(self) -> list[list[int]]:

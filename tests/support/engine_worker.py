@@ -3,14 +3,17 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from support.engine_job import EngineResult, RequestResult, Round, RoundResult
+from support.engine_job import EngineResult, Round, RoundResult
 
 #: vLLM's own counters; of histograms, the number of observations.
 COUNTERS = (
@@ -24,23 +27,23 @@ COUNTERS = (
 
 
 def serve(file_descriptor: int) -> None:
-    """Answer each job, the arguments of `run_job`, with its result until there are no more."""
+    """Answer each job, the arguments of `run_job`, with its result.
+
+    A failure ends the process, with its traceback at the end of the log. So does an `EOFError`
+    when there are no more jobs.
+    """
     # vLLM's workers must not inherit the pipe, or the end of this process goes unnoticed.
     os.set_inheritable(file_descriptor, False)
     with Connection(file_descriptor) as jobs:
         while True:
-            try:
-                job = jobs.recv()
-            except EOFError:
-                return
-            # A failure ends the process, with its traceback at the end of the log.
-            jobs.send(run_job(*job))
+            jobs.send(run_job(*jobs.recv()))
             gc.collect()  # Engines and their weights are full of cycles.
 
 
 def run_job(model: Path, rounds: Sequence[Round], engine_args: dict[str, Any]) -> EngineResult:
     """Start an engine and run the rounds."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     prompts = [prompt for r in rounds for prompt in r.prompts if isinstance(prompt, dict)]
     if any("image" in prompt.get("multi_modal_data", {}) for prompt in prompts):
@@ -58,7 +61,9 @@ def run_job(model: Path, rounds: Sequence[Round], engine_args: dict[str, Any]) -
             type(manager).check_integrity(manager)
         return result
     finally:
-        shut_down(llm)
+        # The next engine in this process starts from nothing.
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
 
 
 def in_process_core(llm: Any) -> Any:
@@ -70,8 +75,8 @@ def observe(scheduler: Any) -> EngineResult:
     """An empty result, which counts what the scheduler does from now on."""
     manager = scheduler.kv_cache_manager
     result = EngineResult(
-        scheduler=type_name(scheduler),
-        manager=type_name(manager),
+        scheduler=f"{type(scheduler).__module__}.{type(scheduler).__qualname__}",
+        manager=f"{type(manager).__module__}.{type(manager).__qualname__}",
         num_groups=len(manager.kv_cache_config.kv_cache_groups),
     )
 
@@ -100,15 +105,14 @@ def allow_async_scheduling_on_cpu() -> None:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    # Through vars(): the attribute is bound to the class, and could not be wrapped.
-    adjust = vars(CpuPlatform)["check_and_update_config"].__func__
+    adjust = CpuPlatform.check_and_update_config
 
-    def adjust_and_keep(cls: type, vllm_config: Any) -> None:
+    def adjust_and_keep(vllm_config: Any) -> None:
         configured = vllm_config.scheduler_config.async_scheduling
-        adjust(cls, vllm_config)
+        adjust(vllm_config)
         vllm_config.scheduler_config.async_scheduling = configured
 
-    setattr(CpuPlatform, "check_and_update_config", classmethod(adjust_and_keep))  # noqa: B010
+    setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_and_keep))  # noqa: B010
 
 
 @functools.cache
@@ -118,17 +122,12 @@ def replace_missing_torchvision() -> None:
     Base imports an image processor that needs torchvision, only to name it as a type.
     Transformers' image processor for Pillow, which is the one that runs, takes its place.
     """
-    import importlib.util
-    import types
-
     if importlib.util.find_spec("torchvision"):
         return
     from transformers import Gemma3ImageProcessorPil
 
-    name = "transformers.models.gemma3.image_processing_gemma3"
-    module = types.ModuleType(name)
-    vars(module)["Gemma3ImageProcessor"] = Gemma3ImageProcessorPil
-    sys.modules.setdefault(name, module)
+    module: Any = SimpleNamespace(Gemma3ImageProcessor=Gemma3ImageProcessorPil)
+    sys.modules.setdefault("transformers.models.gemma3.image_processing_gemma3", module)
 
     from vllm import ModelRegistry
     from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
@@ -148,14 +147,10 @@ def call_before(instance: Any, method: str, call: Callable[..., None]) -> None:
     setattr(instance, method, wrapper)
 
 
-def type_name(instance: Any) -> str:
-    return f"{type(instance).__module__}.{type(instance).__qualname__}"
-
-
 def run_round(llm: Any, spec: Round) -> RoundResult:
     if spec.reset_prefix_cache and not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be reset")
-    before = counters(llm)
+    before = metrics(llm)
     params = [sampling_params(spec, i) for i in range(len(spec.prompts))]
     if llm.runner_type == "pooling":
         outputs = llm.embed(spec.prompts, use_tqdm=False)
@@ -169,19 +164,13 @@ def run_round(llm: Any, spec: Round) -> RoundResult:
             lora_request=spec.lora,
             use_tqdm=False,
         )
+    after, core = metrics(llm), in_process_core(llm)
     return RoundResult(
-        [describe(output) for output in outputs],
-        {name: value - before[name] for name, value in counters(llm).items()},
-        usage_after_round(llm),
+        *map(list, zip(*map(describe, outputs), strict=True)),
+        counters={name: int(after[name] - before[name]) for name in COUNTERS},
+        # That of the last step where the manager is out of reach.
+        usage=core.scheduler.kv_cache_manager.usage if core else after["kv_cache_usage_perc"],
     )
-
-
-def usage_after_round(llm: Any) -> float:
-    """Share of the KV cache in use; that of the last step where the manager is out of reach."""
-    core = in_process_core(llm)
-    if core is None:
-        return metric(llm, "kv_cache_usage_perc")
-    return core.scheduler.kv_cache_manager.usage
 
 
 def sampling_params(spec: Round, index: int) -> Any:
@@ -219,42 +208,23 @@ def drive(llm: Any, spec: Round, params: Sequence[Any]) -> list[Any]:
     return [outputs.get(i) for i in range(len(params))]
 
 
-def describe(output: Any) -> RequestResult:
-    """A request's result; there is no output if it was aborted before its first token."""
+def describe(output: Any) -> tuple[bool, list[int], list[float], str, int, list[float]]:
+    """A request's part of a `RoundResult`; without output it was aborted before its first token."""
     if output is None:
-        return RequestResult()
+        return False, [], [], "", 0, []
     if hasattr(output.outputs, "embedding"):
-        return RequestResult(output.finished, embedding=output.outputs.embedding)
+        return output.finished, [], [], "", 0, output.outputs.embedding
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     steps = zip(token_ids, completion.logprobs or [], strict=True)
-    return RequestResult(
-        output.finished,
-        token_ids,
-        [logprobs[token].logprob for token, logprobs in steps],
-        completion.text,
-        output.num_cached_tokens,
-    )
+    logprobs = [of_step[token].logprob for token, of_step in steps]
+    return output.finished, token_ids, logprobs, completion.text, output.num_cached_tokens, []
 
 
-def counters(llm: Any) -> dict[str, int]:
-    """The values of `COUNTERS`; all 0 with ``disable_log_stats``."""
-    return {name: int(metric(llm, name)) for name in COUNTERS}
-
-
-def metric(llm: Any, name: str) -> float:
-    if not llm.llm_engine.log_stats:
-        return 0
-    return sum(
-        m.count if hasattr(m, "count") else m.value
-        for m in llm.get_metrics()
-        if m.name == f"vllm:{name}"
-    )
-
-
-def shut_down(llm: Any) -> None:
-    """Stop the engine so that the next one in this process starts from nothing."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
+def metrics(llm: Any) -> Counter[str]:
+    """vLLM's metrics, each summed over its labels; none with ``disable_log_stats``."""
+    totals: Counter[str] = Counter()
+    for m in llm.get_metrics() if llm.llm_engine.log_stats else ():
+        if hasattr(m, "count") or hasattr(m, "value"):
+            totals[m.name.removeprefix("vllm:")] += m.count if hasattr(m, "count") else m.value
+    return totals

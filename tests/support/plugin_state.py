@@ -45,7 +45,7 @@ def deactivate_all() -> None:
 
 
 @contextmanager
-def collected_log(level: int = logging.INFO) -> Iterator[list[logging.LogRecord]]:
+def collected_log() -> Iterator[list[logging.LogRecord]]:
     """The package's log records. vLLM's loggers do not pass them on to pytest's."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -53,7 +53,7 @@ def collected_log(level: int = logging.INFO) -> Iterator[list[logging.LogRecord]
     logger = logging.getLogger("vllm.v1.core.hybrid")
     before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     try:
         yield records
     finally:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -69,13 +70,14 @@ class Server:
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.port = find_free_port()
-        self.url = f"http://{HOST}:{self.port}"
+        with socket.create_server((HOST, 0)) as probe:
+            port = probe.getsockname()[1]
+        self.url = f"http://{HOST}:{port}"
         self.api_url = f"{self.url}/v1"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
         self._end_is_reported = False
-        self._http = httpx.Client(base_url=self.url, timeout=60)
         self._environment = vllm_settings.environment(hybrid, ENVIRONMENT | (environment or {}))
-        address = {"host": HOST, "port": self.port, "served_model_name": MODEL_NAME}
+        address = {"host": HOST, "port": port, "served_model_name": MODEL_NAME}
         self._command = [sys.executable, "-P", str(COMMAND), "serve", str(model)]
         # The last argument of a name counts.
         self._command += [*command_line(address | SERVER_ARGS), *arguments]
@@ -99,7 +101,7 @@ class Server:
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         try:
             problem = self._stop()
-            self._http.close()
+            self.http.close()
             if error is None and problem:
                 raise ServerError(self.describe(problem))
             if error is not None and not isinstance(error, ServerError):
@@ -145,7 +147,7 @@ class Server:
 
     def is_healthy(self) -> bool:
         try:
-            return self._http.get("/health").status_code == 200
+            return self.http.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
@@ -155,14 +157,10 @@ class Server:
         A metric appears as soon as the server has recorded it, so a missing one is an error and
         not zero.
         """
-        return parse_metrics(self._http.get("/metrics").raise_for_status().text)[f"vllm:{name}"]
-
-    def post(self, path: str, **kwargs: Any) -> httpx.Response:
-        """Post what httpx's arguments say, and return the response whatever its status is."""
-        return self._http.post(path, **kwargs)
+        return parse_metrics(self.http.get("/metrics").raise_for_status().text)[f"vllm:{name}"]
 
     def reset_prefix_cache(self, **parameters: Any) -> bool:
-        response = self.post("/reset_prefix_cache", params=parameters)
+        response = self.http.post("/reset_prefix_cache", params=parameters)
         return response.raise_for_status().json()["success"]
 
     def _stop(self) -> str | None:
@@ -189,12 +187,6 @@ class Server:
         return f"{' '.join(self._command)}\n{problem} The end of its log:\n{self.log[-8000:]}"
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
 def command_line(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Arguments as vLLM's command takes them; those that are True become flags."""
     for name, value in arguments.items():
@@ -204,7 +196,11 @@ def command_line(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 def end_group(group: int, patience: float) -> list[str]:
     """Give the processes of a group some seconds to end, and kill and name those that do not."""
-    members = [process for process in psutil.process_iter() if _is_in_group(process, group)]
+    members = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
     _, members = psutil.wait_procs(members, timeout=patience)
     names = [" ".join(process.cmdline()[:3]) for process in members if process.is_running()]
     if members:
@@ -213,17 +209,10 @@ def end_group(group: int, patience: float) -> list[str]:
     return names
 
 
-def _is_in_group(process: psutil.Process, group: int) -> bool:
-    try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
-
-
 def parse_metrics(text: str) -> dict[str, float]:
     """Metrics by sample name, each summed over its labels."""
-    totals: dict[str, float] = {}
+    totals: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    return totals
+            totals[sample.name] += sample.value
+    return dict(totals)

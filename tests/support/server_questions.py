@@ -47,13 +47,19 @@ def client_of(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.api_url, api_key="none", max_retries=0, timeout=120)
 
 
+def ask(
+    client: openai.OpenAI, prompt: Any, max_tokens: int, temperature: float = 0.0, **kwargs: Any
+) -> Any:
+    """A completion; chunks of it with ``stream=True``."""
+    return client.completions.create(
+        model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=temperature, **kwargs
+    )
+
+
 def complete(server: Server, prompt: Any, max_tokens: int = 48, **kwargs: Any) -> dict[str, Any]:
     """A completion as the client receives it, without what identifies the response."""
-    kwargs = {"temperature": 0.0} | kwargs
     with client_of(server) as client:
-        answer = client.completions.create(
-            model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, **kwargs
-        )
+        answer = ask(client, prompt, max_tokens, **kwargs)
     assert answer.id
     assert answer.usage.completion_tokens > 0
     return answer.model_dump(exclude={"id", "created"})
@@ -73,10 +79,3 @@ def text_of(answer: dict[str, Any]) -> str:
 
 def cached_tokens(answer: dict[str, Any]) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def start_stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> openai.Stream[Any]:
-    """A completion that arrives in chunks."""
-    return client.completions.create(
-        model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=0.0, stream=True
-    )

@@ -53,15 +53,16 @@ def with_all_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def assert_right(result: EngineResult, reference: Plamo2Reference, batch: list[list[int]]) -> None:
     """Assert that the reference gives each token the highest, and the same, probability."""
-    requests = [request for each in result.rounds for request in each.requests]
-    for prompt, request in zip(batch * len(result.rounds), requests, strict=True):
-        output = request.token_ids
+    outputs = [output for each in result.rounds for output in each.token_ids]
+    logprobs = [of_output for each in result.rounds for of_output in each.logprobs]
+    asked = batch * len(result.rounds)
+    for prompt, output, of_output in zip(asked, outputs, logprobs, strict=True):
         assert len(output) > 10
         # Row i is for the token after token i: the prompt's last row is for the first output.
         expected = reference.log_probabilities([*prompt, *output[:-1]])[len(prompt) - 1 :]
         best = expected.max(-1)
         assert output == best.indices.tolist()
-        assert request.logprobs == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+        assert of_output == pytest.approx(best.values.tolist(), abs=TOLERANCE)
 
 
 def test_the_engine_computes_what_the_formulas_say(engines: EnginePair) -> None:
