@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content oracle: the real scheduler on a simulated device that checks every KV read."""
 
-from .attention import total_reads_checked
 from .engine import OracleEngine
 from .engine_config import OracleSettings
 from .faults import (
@@ -22,5 +21,4 @@ __all__ = [
     "ProtocolFault",
     "ReadFault",
     "WriteFault",
-    "total_reads_checked",
 ]

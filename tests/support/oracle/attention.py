@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writes and reads of a step, KV and states, on a model of device memory."""
+"""The writes and reads of a step, KV and recurrent states, on a model of device memory.
 
-from collections.abc import Callable, Sequence
+A state (Mamba, linear attention) sums up a whole prefix, so a block holds one, not a slot per
+token. A step starts from the state in the block of the last computed token, and leaves the new one
+in the block of its own last token; nothing is written in between. In cache mode "none" all tokens
+share one block. In mode "align" a state moves on with each block that the request enters, and what
+stays behind can serve as a prefix hit. `AttentionKind.state_column` says where states are.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from .block_tables import BlockTables, TypeTables
-from .device_memory import DeviceMemory
+from .device_memory import MODEL, DeviceMemory, Slots
 from .faults import InFlightFault, ReadFault, WriteFault
 from .sequences import Sequences
-from .states import STATE_SLOT, StateAccess, StateMemory
-from .step import Step
+from .step import RequestState, Step
 
-_total_reads = 0
-
-
-def total_reads_checked() -> int:
-    """KV slots and states compared so far in this process, by all workers together."""
-    return _total_reads
+#: `Attention.reads` of all workers in this process together.
+TOTAL_READS: Counter[str] = Counter()
 
 
 class Attention:
@@ -27,47 +31,162 @@ class Attention:
         tables: Which attention types there are; steps bring their own copies of the tables.
         sequences: What each row's positions hold.
         encoder_states: The same for what an encoder makes of each row's input.
-        num_blocks: Physical blocks, the null block included.
     """
 
     def __init__(
-        self,
-        tables: BlockTables,
-        sequences: Sequences,
-        encoder_states: Sequences,
-        num_blocks: int,
+        self, tables: BlockTables, sequences: Sequences, encoder_states: Sequences
     ) -> None:
-        self.types = tables.types
-        self.kv_types = tables.kv_types
-        self.state_types = tables.state_types
-        self.num_groups = max(tables.num_groups, 1)
+        self.tables = tables
         self.sequences = sequences
         self.encoder_states = encoder_states
-        self.memory = DeviceMemory(num_blocks, tables.max_block_size)
-        self.reads_checked = 0
-        self.encoder_reads_checked = 0
-        self.writes_done = 0
-        #: Request id of each serial, for messages.
-        self.names: list[str] = []
-        self.states = StateMemory(self.memory, self.names, self.num_groups)
-        self._handed_out = np.zeros(num_blocks, dtype=bool)
+        width = max(tables.block_sizes, default=1)
+        self.memory = DeviceMemory(tables.num_blocks, width, tables.num_groups)
+        #: Slots that were read and compared, of "kv", "encoder", "states" and "draft layers".
+        self.reads: Counter[str] = Counter()
+        self.states_written = 0
+        self.checkpoints_written = 0
+        self._handed_out = np.zeros(tables.num_blocks, dtype=bool)
 
     def forward(self, step: Step) -> None:
         """Write the KV of all scheduled tokens, then check every read.
 
         All layers write a step's KV before they read it, so requests of one step may read
-        each other's (two that share a prefix, admitted together). States are read first.
+        each other's (two that share a prefix, admitted together). States are fetched before
+        the layers run: what another request computes in the same step is not there yet.
         """
-        if self.state_types:
-            self._forward_with_states(step)
+        types = list(zip(self.tables.types, step.tables, strict=True))
+        fetched = [
+            self.states(step, tables, captured, step.starts)
+            for tables, captured in types
+            if tables.kind.holds_states
+        ]
+        for states in fetched:
+            self.check(step, states, self.memory.wrong(states), "states")
+        for tables, captured in types:
+            self._write(step, tables, captured)
+        for states in fetched:
+            self._check_kept(step, states)
+        self.check_kv(step)
+
+    def check_kv(self, step: Step) -> None:
+        """Compare all KV that the step reads with the requests' own prefixes."""
+        for tables, captured in zip(self.tables.types, step.tables, strict=True):
+            if not tables.kind.holds_states:
+                firsts = tables.kind.first_read(step.starts)
+                read = self.slots(step, tables, captured, firsts, step.ends_in(tables))
+                what = "encoder" if tables.of_encoder else "kv"
+                self.check(step, read, self.memory.wrong(read), what)
+
+    def slots(
+        self,
+        step: Step,
+        tables: TypeTables,
+        captured: np.ndarray,
+        starts: np.ndarray,
+        ends: np.ndarray,
+    ) -> Slots:
+        """The slots of positions ``[start, end)`` of each request of a step."""
+        counts = np.maximum(ends - starts, 0)
+        index = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(index)) + (starts - np.cumsum(counts) + counts)[index]
+        columns = positions // tables.block_size
+        offsets = positions - columns * tables.block_size
+        return self._slots(step, tables, captured, index, positions, columns, offsets)
+
+    def states(
+        self, step: Step, tables: TypeTables, captured: np.ndarray, ends: np.ndarray
+    ) -> Slots:
+        """The state after the first ``end`` tokens of each request, where there is one."""
+        [index] = np.nonzero(ends)
+        columns = tables.kind.state_column(ends[index])
+        return self._slots(step, tables, captured, index, ends[index] - 1, columns)
+
+    def _slots(
+        self,
+        step: Step,
+        tables: TypeTables,
+        captured: np.ndarray,
+        index: np.ndarray,
+        positions: np.ndarray,
+        columns: np.ndarray,
+        offsets: np.ndarray | int = 0,
+    ) -> Slots:
+        sequences = self.encoder_states if tables.of_encoder else self.sequences
+        return Slots(
+            tables,
+            request=index,
+            serials=step.serials[index],
+            positions=positions,
+            blocks=captured[:, index, columns],
+            offsets=offsets,
+            contents=sequences.identities[step.rows[index], positions],
+        )
+
+    def _write(self, step: Step, tables: TypeTables, captured: np.ndarray) -> None:
+        """What the layers of one type leave behind."""
+        where, starts, ends = f"step {step.index}", step.starts, step.ends
+        if not tables.kind.holds_states:
+            if tables.of_encoder:
+                # As in base's runner, in a request's first step.
+                starts, ends = 0 * starts, np.where(starts == 0, step.encoder_lengths, 0)
+            self.memory.write(self.slots(step, tables, captured, starts, ends), where)
+            return
+        written = self.states(step, tables, captured, ends)
+        self.memory.write(written, where)
+        self.states_written += written.blocks.size
+        if tables.kind.checkpoint_alignment is not None:
+            # Second states, for which the manager need not have given a block.
+            lengths, columns = tables.kind.checkpoints(starts, ends)
+            blocks = captured[:, np.arange(len(starts)), columns]
+            [index] = np.nonzero((lengths > 0) & blocks.any(axis=0))
+            second = self._slots(step, tables, captured, index, lengths[index] - 1, columns[index])
+            self.memory.write(second, where)
+            self.checkpoints_written += second.blocks.size
+
+    def _check_kept(self, step: Step, states: Slots) -> None:
+        """A state that was moved on from must outlive the step that read it.
+
+        The copies and the layers of a step run at the same time as far as a manager can
+        know, so nothing else may be written there in the same step.
+        """
+        column = states.tables.kind.state_column
+        moves_on = (column(step.starts) != column(step.ends))[states.request]
+        lost = self.memory.wrong(states) & moves_on
+        if lost.any():
+            fault = self._describe(step, states, lost)
+            raise WriteFault(f"step {step.index}: overwritten while it is read: {fault}")
+
+    def check(self, step: Step, read: Slots, wrong: np.ndarray, what: str) -> None:
+        """Raise for the first of the slots that are wrong, or count them all as read."""
+        if wrong.any():
+            raise ReadFault(
+                f"step {step.index}: {self._describe(step, read, wrong)}; "
+                f"{int(wrong.sum())} wrong {'states' if what == 'states' else 'reads'} in this step"
+            )
+        self.reads[what] += wrong.size
+        TOTAL_READS[what] += wrong.size
+
+    def _describe(self, step: Step, read: Slots, wrong: np.ndarray) -> str:
+        group, slot = np.argwhere(wrong)[0]
+        tables, request = read.tables, read.request[slot]
+        block = int(read.blocks[group, slot])
+        if tables.kind.holds_states:
+            what, written = "starts from the state in", "another state"
         else:
-            self._write(step)
-        for tables, captured in zip(self.kv_types, step.tables, strict=False):
-            self._check_reads(step, tables, captured)
+            is_written = self.memory.slots[MODEL, block, read.offsets[slot]]
+            written = "a wrong prefix" if is_written else "nothing at that slot"
+            what = (
+                f"reads {'encoder ' * tables.of_encoder}position {read.positions[slot]} "
+                f"(computing {step.starts[request]} to {step.ends[request] - 1}) from"
+            )
+        return (
+            f"{step.requests[request].req_id}, group {tables.group_ids[group]}, {what} "
+            f"block {block}, which {self.memory.describe(block, written)}"
+        )
 
     def check_slots(self, step: Step, ends: np.ndarray) -> None:
         """Block tables must reach up to ``ends``, one per request, or to the encoder's end."""
-        for tables, lengths in zip(self.types, step.table_lengths, strict=True):
+        for tables, lengths in zip(self.tables.types, step.table_lengths, strict=True):
             needed = step.encoder_lengths if tables.of_encoder else ends
             short = needed > lengths * tables.block_size
             if short.any():
@@ -88,205 +207,41 @@ class Attention:
             raise WriteFault("the null block was handed out for new tokens")
         self._handed_out[handed_out] = True
         for step in steps:
-            if not step.requests:
-                continue
-            alive = np.array([state.req_id not in step.abandoned for state in step.requests])
-            for tables, captured in zip(self.types, step.tables, strict=True):
-                size = tables.block_size
-                ends = step.ends_in(tables)
-                first = self._first_columns(step, tables)
-                columns = np.arange(captured.shape[2])
-                read = columns >= first[:, None]
-                read &= columns * size < ends[:, None]
-                read &= alive[:, None]
-                clash = self._handed_out[captured] & read
+            for tables, captured, state, span in self._used(step):
+                clash = self._handed_out[captured[:, span]]
                 if clash.any():
-                    group, request, column = np.argwhere(clash)[0]
+                    group, column = np.argwhere(clash)[0]
+                    column += span.start
                     raise InFlightFault(
-                        f"block {captured[group, request, column]} was handed out, but step "
-                        f"{step.index} in flight reads it for {step.requests[request].req_id}, "
+                        f"block {captured[group, column]} was handed out, but step "
+                        f"{step.index} in flight reads it for {state.req_id}, "
                         f"group {tables.group_ids[group]}, block {column} of its table"
                     )
         self._handed_out[handed_out] = False
-
-    def _first_columns(self, step: Step, tables: TypeTables) -> np.ndarray:
-        """The lowest columns of the block tables that a step uses, its drafting included."""
-        starts = step.starts
-        if tables.num_reread:
-            admitted = np.array([state.admitted_at for state in step.requests])
-            starts = np.maximum(starts - tables.num_reread, admitted)
-        return tables.kind.first_column(starts, step.ends_in(tables))
 
     def check_held(self, step: Step, get_block_ids: Callable[[str], Sequence[list[int]]]) -> None:
         """The manager must hold every block that a step reads, at the same place.
 
         A block released too early is found at once, not only when someone overwrites it.
         """
-        all_ends = [step.ends_in(tables) for tables in self.types]
-        firsts = [self._first_columns(step, tables) for tables in self.types]
-        for i, state in enumerate(step.requests):
-            if state.req_id in step.abandoned:
-                continue
-            block_ids = get_block_ids(state.req_id)
-            for tables, captured, first, ends in zip(
-                self.types, step.tables, firsts, all_ends, strict=True
-            ):
-                span = slice(first[i], -(-ends[i] // tables.block_size))
-                held = tables.select(block_ids)[:, span]
-                read = captured[:, i, span]
-                if held.shape != read.shape or (held != read).any():
-                    raise InFlightFault(
-                        f"step {step.index} reads blocks {read.tolist()} for {state.req_id} in "
-                        f"groups {tables.group_ids}, the manager holds {held.tolist()}"
-                    )
-
-    def _forward_with_states(self, step: Step) -> None:
-        where, req_ids = f"step {step.index}", [state.req_id for state in step.requests]
-        accesses = [
-            self._state_access(step, tables, captured)
-            for tables, captured in zip(
-                self.state_types, step.tables[len(self.kv_types) :], strict=True
-            )
-        ]
-        before = self.states.reads_checked
-        self.states.check_reads(accesses, where, req_ids)
-        global _total_reads
-        _total_reads += self.states.reads_checked - before
-        self._write(step)
-        self.states.write(accesses, where, req_ids)
-        for tables, captured in zip(
-            self.state_types, step.tables[len(self.kv_types) :], strict=True
-        ):
-            self._write_checkpoints(step, tables, captured)
-        self.states.check_kept(accesses, where, req_ids)
-
-    def _state_access(self, step: Step, tables: TypeTables, captured: np.ndarray) -> StateAccess:
-        read, written = map(tables.kind.state_column, (step.starts, step.ends))
-        requests = np.arange(len(step.rows))
-        identities = self.sequences.identities
-        marks = tables.group_marks[:, None]
-        return StateAccess(
-            group_ids=tables.group_ids,
-            sources=captured[:, requests, read],
-            targets=captured[:, requests, written],
-            reads=read >= 0,
-            in_place=read == written,
-            before=identities[step.rows, step.starts - 1] ^ marks,
-            after=identities[step.rows, step.ends - 1] ^ marks,
-            tags=step.serials * self.num_groups + tables.group_column,
-        )
-
-    def _write_checkpoints(self, step: Step, tables: TypeTables, captured: np.ndarray) -> None:
-        """Second states, for which the manager need not have given a block."""
-        if tables.kind.checkpoint_alignment is None:
-            return
-        positions, columns = tables.kind.checkpoints(step.starts, step.ends)
-        blocks = captured[:, np.arange(len(step.rows)), columns]
-        [written] = np.nonzero((positions > 0) & blocks.any(axis=0))
-        if not len(written):
-            return
-        after = self.sequences.identities[step.rows[written], positions[written] - 1]
-        tags = step.serials[written] * self.num_groups + tables.group_column
-        self.memory.write(blocks[:, written], STATE_SLOT, after ^ tables.group_marks[:, None], tags)
-        self.states.checkpoints_written += len(written) * len(tables.group_ids)
-
-    def _write(self, step: Step) -> None:
-        both = list(zip(self.kv_types, step.tables, strict=False))
-        own = [(tables, captured) for tables, captured in both if not tables.of_encoder]
-        self._write_positions(step, own, self.sequences, step.starts, step.counts)
-        # As in base's runner, the encoder's states are written in a request's first step.
-        new = np.where(step.starts == 0, step.encoder_lengths, 0)
-        if len(own) < len(both) and new.any():
-            encoder = [(tables, captured) for tables, captured in both if tables.of_encoder]
-            self._write_positions(step, encoder, self.encoder_states, np.zeros_like(new), new)
-
-    def _write_positions(
-        self,
-        step: Step,
-        types: list[tuple[TypeTables, np.ndarray]],
-        sequences: Sequences,
-        starts: np.ndarray,
-        counts: np.ndarray,
-    ) -> None:
-        if counts.max() == 1 == counts.min():
-            index, positions = np.arange(len(counts)), starts
-        else:
-            index = np.repeat(np.arange(len(counts)), counts)
-            before = np.cumsum(counts) - counts
-            positions = np.arange(len(index)) + (starts - before)[index]
-        contents = sequences.identities[step.rows[index], positions]
-        # The tag of a block: which admission of which request, and which group.
-        tags = step.serials[index] * self.num_groups
-        for tables, captured in types:
-            columns = positions // tables.block_size
-            try:
-                self.memory.write(
-                    captured[:, index, columns],
-                    positions - columns * tables.block_size,
-                    contents ^ tables.group_marks[:, None],
-                    tags + tables.group_column,
+        get_block_ids = functools.cache(get_block_ids)
+        for tables, captured, state, span in self._used(step):
+            held = tables.select(get_block_ids(state.req_id))[:, span]
+            read = captured[:, span]
+            if held.shape != read.shape or (held != read).any():
+                raise InFlightFault(
+                    f"step {step.index} reads blocks {read.tolist()} for {state.req_id} in "
+                    f"groups {tables.group_ids}, the manager holds {held.tolist()}"
                 )
-            except WriteFault as fault:
-                names = [state.req_id for state in step.requests]
-                raise WriteFault(
-                    f"step {step.index}: {fault}; groups {tables.group_ids}, requests {names}"
-                ) from fault
-            self.writes_done += len(positions) * len(tables.group_ids)
 
-    def _check_reads(self, step: Step, tables: TypeTables, captured: np.ndarray) -> None:
-        """Compare all that one attention type reads with the requests' own prefixes."""
-        size = tables.block_size
-        ends = step.ends_in(tables)
-        lows = tables.kind.first_read(step.starts)
-        first = lows // size
-        sequences = self.encoder_states if tables.of_encoder else self.sequences
-        identities = sequences.identities
-        by_block = identities.reshape(len(identities), -1, size)
-        if first.any():
-            width = int(((ends - 1) // size - first).max()) + 1
-            columns = first[:, None] + np.arange(width)
-            request = np.arange(len(ends))[:, None]
-            blocks = captured[:, request, np.minimum(columns, captured.shape[2] - 1)]
-            own = by_block[step.rows[:, None], np.minimum(columns, by_block.shape[1] - 1)]
-        else:
-            # All read from their first block on, as in full attention: no need to gather.
-            width = (int(ends.max()) - 1) // size + 1
-            columns = np.arange(width)[None, :]
-            blocks = captured[:, :, :width]
-            own = by_block[step.rows, :width]
-        held = self.memory.read(blocks, size)
-        held ^= tables.group_marks[:, None, None, None]
-        wrong = held != own
-        positions = columns[:, :, None] * size + np.arange(size)
-        wrong &= positions < ends[:, None, None]
-        if lows.any():
-            wrong &= positions >= lows[:, None, None]
-        if wrong.any():
-            positions = np.broadcast_to(positions, wrong.shape[1:])
-            raise ReadFault(self._describe(step, tables, blocks, positions, wrong))
-        global _total_reads
-        num_reads = int((ends - lows).sum()) * len(tables.group_ids)
-        self.reads_checked += num_reads
-        self.encoder_reads_checked += num_reads if tables.of_encoder else 0
-        _total_reads += num_reads
-
-    def _describe(
-        self,
-        step: Step,
-        tables: TypeTables,
-        blocks: np.ndarray,
-        positions: np.ndarray,
-        wrong: np.ndarray,
-    ) -> str:
-        group, request, column, slot = np.argwhere(wrong)[0]
-        block = int(blocks[group, request, column])
-        position = positions[request, column, slot]
-        where = f"encoder position {position}" if tables.of_encoder else f"position {position}"
-        written = "a wrong prefix" if self.memory.slots[block, slot] else "nothing at that slot"
-        content = self.memory.describe(block, written, self.names, self.num_groups)
-        return (
-            f"step {step.index}: {step.requests[request].req_id}, group "
-            f"{tables.group_ids[group]}, reads {where} "
-            f"(computing {step.starts[request]} to {step.ends[request] - 1}) from block {block}, "
-            f"which {content}; {int(wrong.sum())} wrong reads in this step"
-        )
+    def _used(self, step: Step) -> Iterator[tuple[TypeTables, np.ndarray, RequestState, slice]]:
+        """What block tables a step uses, and which columns of them, its drafting included."""
+        for tables, captured in zip(self.tables.types, step.tables, strict=True):
+            starts, ends = step.starts, step.ends_in(tables)
+            if tables.num_reread:
+                starts = np.maximum(starts - tables.num_reread, step.each("admitted_at"))
+            firsts = tables.kind.first_column(starts, ends)
+            for i, state in enumerate(step.requests):
+                if state.req_id not in step.abandoned:
+                    span = slice(firsts[i], -(-ends[i] // tables.block_size))
+                    yield tables, captured[:, i], state, span

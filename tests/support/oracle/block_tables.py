@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's block tables: one per KV cache group, kept per attention type."""
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,11 +32,17 @@ class TypeTables:
         self.width = kind.table_width(max_model_len)
         self.table = np.zeros((len(group_ids), num_rows, self.width), dtype=np.int64)
         self.counts = np.zeros(num_rows, dtype=np.int64)
-        #: Tells the content of one group from that of the others, `[group, 1, ...]`.
-        self.group_marks = np.array(
-            [hash64("group", group_id) for group_id in group_ids], dtype=np.uint64
-        )
+        #: Tells the content of one group from that of the others, `[group, 1]`.
+        marks = [hash64("group", group_id) for group_id in group_ids]
+        self.group_marks = np.array(marks, dtype=np.uint64)[:, None]
         self.group_column = np.array(group_ids, dtype=np.int64)[:, None]
+
+    def only(self, places: list[int]) -> "TypeTables":
+        """The same for some of the groups."""
+        some = copy.copy(self)
+        some.group_ids = [self.group_ids[place] for place in places]
+        some.group_marks, some.group_column = self.group_marks[places], self.group_column[places]
+        return some
 
     def select(self, block_ids: Sequence[Sequence[int]]) -> np.ndarray:
         """This type's share of ids per KV cache group, ``[group, block]``."""
@@ -58,15 +65,9 @@ class TypeTables:
         self.table[:, row, start:end] = ids
         self.counts[row] = end
 
-    def replace(self, row: int, ids: np.ndarray) -> None:
-        self.table[:, row] = 0
-        self.counts[row] = 0
-        self.append(row, ids)
-
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """A copy of the tables of some rows, without the unused tail."""
-        used = max(int(self.counts[rows].max()), 1)
-        return self.table[:, rows, :used]
+        return self.table[:, rows, : self.counts[rows].max(initial=1)]
 
 
 class BlockTables:
@@ -78,23 +79,14 @@ class BlockTables:
         by_kind: dict[AttentionKind, list[int]] = {}
         for group_id, group in enumerate(config.kv_cache_groups):
             by_kind.setdefault(kind_of(group.kv_cache_spec), []).append(group_id)
-        types = [
+        self.types = [
             TypeTables(group_ids, kind, num_rows, max_model_len)
             for kind, group_ids in by_kind.items()
         ]
-        self.kv_types = [t for t in types if not t.kind.holds_states]
-        self.state_types = [t for t in types if t.kind.holds_states]
-        #: All types; those with a slot per token come first.
-        self.types = self.kv_types + self.state_types
-
-    @property
-    def has_encoder(self) -> bool:
-        return any(t.of_encoder for t in self.kv_types)
-
-    @property
-    def max_block_size(self) -> int:
-        """Slots of a block of the type with most; a state takes one."""
-        return max((t.block_size for t in self.kv_types), default=1)
+        self.has_encoder = any(t.of_encoder for t in self.types)
+        self.holds_states = any(t.kind.holds_states for t in self.types)
+        #: Of the types with a slot per token; a state takes one slot.
+        self.block_sizes = [t.block_size for t in self.types if not t.kind.holds_states]
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Append blocks to a row; returns the ids per attention type."""
@@ -103,12 +95,10 @@ class BlockTables:
             tables.append(row, ids)
         return ids_by_type
 
-    def replace(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Give a row new blocks in place of all that it had."""
-        ids_by_type = self._split(block_ids)
-        for tables, ids in zip(self.types, ids_by_type, strict=True):
-            tables.replace(row, ids)
-        return ids_by_type
+    def clear(self, row: int) -> None:
+        for tables in self.types:
+            tables.table[:, row] = 0
+            tables.counts[row] = 0
 
     def holds(self, row: int, block_ids: Sequence[Sequence[int]]) -> bool:
         """Whether a row consists of just these blocks."""

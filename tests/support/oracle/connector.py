@@ -6,7 +6,7 @@ the simulated device what a load brings, and checks what a transfer to elsewhere
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from .block_tables import BlockTables
-from .device_memory import DeviceMemory
+from .device_memory import DeviceMemory, Slots
 from .faults import ProtocolFault, ReadFault
 
 
@@ -202,19 +202,10 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return True, None
 
-    # The worker's side is simulated.
+    def _not_here(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("the worker's side is simulated")
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _not_here
 
 
 class ConnectorWorker:
@@ -222,24 +213,17 @@ class ConnectorWorker:
 
     Args:
         tables: Which attention types and groups there are.
-        memory: The device's.
-        names: Request id of each serial; a load takes one, which its request goes on under.
+        memory: The device's. A load takes a serial, which its request goes on under.
         identities: What determines the KV of a request besides its tokens.
     """
 
     def __init__(
-        self,
-        tables: BlockTables,
-        memory: DeviceMemory,
-        names: list[str],
-        identities: dict[str, PrefixIdentity],
+        self, tables: BlockTables, memory: DeviceMemory, identities: dict[str, PrefixIdentity]
     ) -> None:
-        if tables.state_types:
+        if tables.holds_states:
             raise NotImplementedError("loads of states are not simulated")
         self.types = tables.types
-        self.num_groups = tables.num_groups
         self.memory = memory
-        self.names = names
         self.identities = identities
         self.num_reads = 0
         self._active = Transfers()
@@ -252,8 +236,7 @@ class ConnectorWorker:
     def begin(self, transfers: Transfers) -> None:
         """A step brings transfers: some loads run beside the steps in flight, from now on."""
         for load in transfers.loads:
-            load.serial = len(self.names)
-            self.names.append(load.req_id)
+            load.serial = self.memory.admit(load.req_id)
             self._loaded[load.req_id] = load
             if not load.in_step:
                 self._active.loads.append(load)
@@ -304,37 +287,40 @@ class ConnectorWorker:
         span = load.span
         if load.fails_at is not None:
             span = range(span.start, max(load.fails_at, span.start))
-        for group_id, positions, blocks, offsets, contents in self._slots(load, span):
-            if len(positions):
-                tags = np.full(len(positions), load.serial * self.num_groups + group_id)
-                self.memory.write(blocks, offsets, contents, tags)
+        for slots in self._slots(load, span):
+            self.memory.write(slots, f"a load of {load.req_id}")
 
     def _check(self, send: Transfer) -> None:
-        for group_id, positions, blocks, offsets, contents in self._slots(send, send.span):
-            wrong = self.memory.slots[blocks, offsets] != contents
+        for slots in self._slots(send, send.span):
+            wrong = self.memory.wrong(slots)
             if wrong.any():
-                i = int(np.argmax(wrong))
-                held = self.memory.describe(
-                    int(blocks[i]), "something else", self.names, self.num_groups
-                )
+                group, i = np.argwhere(wrong)[0]
+                block = int(slots.blocks[group, i])
                 raise ReadFault(
-                    f"a transfer of {send.req_id}, group {group_id}, reads position "
-                    f"{positions[i]} from block {blocks[i]}, which {held}"
+                    f"a transfer of {send.req_id}, group {slots.tables.group_ids[group]}, reads "
+                    f"position {slots.positions[i]} from block {block}, which "
+                    f"{self.memory.describe(block, 'something else')}"
                 )
-            self.num_reads += len(positions)
+            self.num_reads += wrong.size
 
-    def _slots(self, transfer: Transfer, span: range) -> Any:
-        """Per group: positions that have slots, their blocks and offsets, and what they hold."""
+    def _slots(self, transfer: Transfer, span: range) -> Iterator[Slots]:
+        """Per attention type, the slots of positions that have any."""
         identities = prefix_identities(transfer.tokens, self.identities[transfer.req_id])
         for tables in self.types:
-            for group_id, mark in zip(tables.group_ids, tables.group_marks.ravel(), strict=True):
-                ids = np.array(transfer.block_ids[group_id], dtype=np.int64)
-                if len(ids) * tables.block_size < span.stop:
-                    raise ProtocolFault(
-                        f"{len(ids)} blocks of {transfer.req_id} in group {group_id} for {span}"
-                    )
-                positions = np.arange(span.start, span.stop)
-                blocks = ids[positions // tables.block_size]
-                positions, blocks = positions[blocks != 0], blocks[blocks != 0]
-                offsets = positions % tables.block_size
-                yield group_id, positions, blocks, offsets, identities[positions] ^ mark
+            ids = tables.select(transfer.block_ids)
+            if ids.shape[1] * tables.block_size < span.stop:
+                raise ProtocolFault(
+                    f"{ids.shape[1]} blocks of {transfer.req_id} in groups {tables.group_ids} "
+                    f"for {span}"
+                )
+            positions = np.arange(span.start, span.stop)
+            positions = positions[ids[:, positions // tables.block_size].any(axis=0)]
+            yield Slots(
+                tables,
+                request=np.zeros_like(positions),
+                serials=np.full_like(positions, transfer.serial),
+                positions=positions,
+                blocks=ids[:, positions // tables.block_size],
+                offsets=positions % tables.block_size,
+                contents=identities[positions],
+            )

@@ -2,12 +2,36 @@
 """A model of the KV cache in device memory: what was last written to every slot."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from .block_tables import TypeTables
 from .faults import WriteFault
 
 _NOBODY = -1
+#: Parts of a block: the model's layers, and draft layers, which have slots of their own with what
+#: their KV depends on, and with the prefix that ends at its position.
+MODEL, DRAFT_CONTENT, DRAFT_PREFIX = range(3)
+
+
+@dataclass
+class Slots:
+    """Slots of the groups of one attention type; all arrays but ``blocks`` are ``[slot]``.
+
+    A recurrent state has the first slot of its block, and the position of its last token.
+    """
+
+    tables: TypeTables
+    #: Whose they are: an index among the requests of a step, and the serial of its admission.
+    request: np.ndarray
+    serials: np.ndarray
+    positions: np.ndarray
+    #: Physical blocks, ``[group, slot]``.
+    blocks: np.ndarray
+    offsets: np.ndarray | int
+    #: The identities of the prefixes that they are for.
+    contents: np.ndarray
 
 
 class DeviceMemory:
@@ -17,29 +41,47 @@ class DeviceMemory:
     group that wrote it, or 0. Groups and requests that write have a tag. The first write
     under a new tag empties the whole block: the groups' pages overlay each other, with
     other layouts, so a block that changes hands holds nothing of its former owner.
-    Draft layers have slots of their own in the blocks of their groups.
 
     Args:
         num_blocks: Physical blocks, the null block 0 included.
         max_block_size: Slots of a block under the group with the largest block size.
+        num_groups: KV cache groups; a tag is ``serial * num_groups + group``.
     """
 
-    def __init__(self, num_blocks: int, max_block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.slots = np.zeros((num_blocks, max_block_size), dtype=np.uint64)
-        #: What the KV of draft layers depends on, and the prefix that ends at its position.
-        self.draft_slots = np.zeros((2, *self.slots.shape), dtype=np.uint64)
+    def __init__(self, num_blocks: int, max_block_size: int, num_groups: int = 1) -> None:
+        self.num_groups = num_groups
+        self.slots = np.zeros((3, num_blocks, max_block_size), dtype=np.uint64)
         self.owner = np.full(num_blocks, _NOBODY, dtype=np.int64)
+        #: Request id of each serial, for messages.
+        self.names: list[str] = []
 
-    def write(
+    def admit(self, req_id: str) -> int:
+        """A serial, which tells an admission's writes from all others'."""
+        self.names.append(req_id)
+        return len(self.names) - 1
+
+    def write(self, slots: Slots, where: str, part: int = MODEL) -> None:
+        """Write what slots are for; ``where`` begins the message of a fault."""
+        tables = slots.tables
+        contents = slots.contents ^ tables.group_marks
+        tags = slots.serials * self.num_groups + tables.group_column
+        try:
+            self.put(slots.blocks, slots.offsets, contents, tags, part)
+        except WriteFault as fault:
+            names = sorted({self.names[serial] for serial in slots.serials.tolist()})
+            raise WriteFault(
+                f"{where}: {fault}; groups {tables.group_ids}, requests {names}"
+            ) from fault
+
+    def put(
         self,
         blocks: np.ndarray,
-        offsets: np.ndarray,
+        offsets: np.ndarray | int,
         contents: np.ndarray,
         tags: np.ndarray,
-        draft: int | None = None,
+        part: int = MODEL,
     ) -> None:
-        """Write slots, or one of `draft_slots`; all arguments broadcast to ``blocks``.
+        """Write to slots; all arguments broadcast to ``blocks``.
 
         Raises:
             WriteFault: for a write to the null block, or if two tags write to one block.
@@ -48,40 +90,34 @@ class DeviceMemory:
             raise WriteFault("a step writes to the null block")
         taken = self.owner[blocks] != tags
         if taken.any():
-            self.slots[blocks[taken]] = 0
-            self.draft_slots[:, blocks[taken]] = 0
+            self.slots[:, blocks[taken]] = 0
             self.owner[blocks] = tags
             shared = self.owner[blocks] != tags
             if shared.any():
                 raise WriteFault(
                     f"two owners write to block {int(blocks[shared][0])} in the same step"
                 )
-        slots = self.slots if draft is None else self.draft_slots[draft]
-        slots[blocks, offsets] = contents
+        self.slots[part, blocks, offsets] = contents
 
-    def read(self, blocks: np.ndarray, block_size: int) -> np.ndarray:
-        """Slots of blocks, ``[*blocks.shape, block_size]``."""
-        if block_size == self.slots.shape[1]:
-            # The same, but faster.
-            return self.slots.take(blocks, axis=0)
-        return self.slots[:, :block_size][blocks]
+    def wrong(self, slots: Slots, part: int = MODEL) -> np.ndarray:
+        """Which slots hold something else than what they are for, ``[group, slot]``."""
+        _, _, width = self.slots.shape
+        held = self.slots[part].ravel().take(slots.blocks * width + slots.offsets)
+        held ^= slots.tables.group_marks
+        return held != slots.contents
 
-    def describe(self, block: int, written: str, names: Sequence[str], num_groups: int) -> str:
-        """What a block is or holds, for messages.
-
-        Tags are ``serial * num_groups + group``; ``names`` are the request ids of the serials.
-        """
+    def describe(self, block: int, written: str) -> str:
+        """What a block is, or that it holds what was ``written``, for messages."""
         owner = int(self.owner[block])
         if block == 0:
             return "is the null block"
         if owner == _NOBODY:
             return "holds nothing"
-        serial, group = divmod(owner, num_groups)
-        return f"holds {written}, last owner {names[serial]} in group {group}"
+        serial, group = divmod(owner, self.num_groups)
+        return f"holds {written}, last owner {self.names[serial]} in group {group}"
 
-    def erase(self, blocks: list[int] | None = None) -> None:
+    def erase(self, blocks: Sequence[int] | None = None) -> None:
         """Empty some blocks, or all."""
         where = slice(None) if blocks is None else blocks
-        self.slots[where] = 0
-        self.draft_slots[:, where] = 0
+        self.slots[:, where] = 0
         self.owner[where] = _NOBODY

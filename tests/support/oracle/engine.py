@@ -120,6 +120,7 @@ class OracleEngine:
             # As base's configuration finds that steps overlap.
             self.scheduler.defer_block_free = settings.steps_in_flight > 0
         self.worker = SimulatedWorker(kv_cache_config, settings)
+        self.reads = self.worker.attention.reads
         self.submissions: dict[str, Submission] = {}
         self.num_schedules = 0
         self._in_flight: deque[Step] = deque()
@@ -298,26 +299,6 @@ class OracleEngine:
                 "without requests"
             )
         self._check_manager()
-
-    @property
-    def reads_checked(self) -> int:
-        """KV slots read and compared so far."""
-        return self.worker.attention.reads_checked
-
-    @property
-    def state_reads_checked(self) -> int:
-        """Mamba states read and compared so far."""
-        return self.worker.attention.states.reads_checked
-
-    @property
-    def encoder_reads_checked(self) -> int:
-        """Of `reads_checked`, those of an encoder's states."""
-        return self.worker.attention.encoder_reads_checked
-
-    @property
-    def draft_reads_checked(self) -> int:
-        """KV slots of draft layers read and compared so far."""
-        return self.worker.drafter.reads_checked if self.worker.drafter is not None else 0
 
     @property
     def tokens_from_cache(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
 
-from .attention import total_reads_checked
+from .attention import TOTAL_READS
 
 
 @pytest.fixture(params=[BaseManager, HybridManager], ids=["base", "hybrid"])
@@ -24,9 +24,9 @@ def manager_cls(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def reads_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Print how many KV reads a module checked; none is a failure."""
-    before = total_reads_checked()
+    before = TOTAL_READS.total()
     yield
-    checked = total_reads_checked() - before
+    checked = TOTAL_READS.total() - before
     plugins = request.config.pluginmanager
     with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
         name = request.module.__name__.rpartition(".")[2]

@@ -42,7 +42,7 @@ class SimulatedWorker:
         num_rows = settings.max_num_seqs * (settings.steps_in_flight + 2)
         self.tables = BlockTables(kv_cache_config, num_rows, settings.max_model_len)
         # Identities are compared block by block, for each block size.
-        unit = math.lcm(*(t.block_size for t in self.tables.kv_types))
+        unit = math.lcm(*self.tables.block_sizes)
         num_ahead = (settings.num_spec_tokens + 1) * (settings.steps_in_flight + 1)
 
         def sequences(longest: int) -> Sequences:
@@ -50,14 +50,10 @@ class SimulatedWorker:
 
         self.sequences = sequences(settings.max_model_len + num_ahead)
         self.encoder_states = sequences(MAX_ENCODER_LENGTH)
-        self.attention = Attention(
-            self.tables, self.sequences, self.encoder_states, kv_cache_config.num_blocks
-        )
+        self.attention = Attention(self.tables, self.sequences, self.encoder_states)
         self.drafter: Drafter | None = None
         if draft_group_ids(kv_cache_config):
-            self.drafter = Drafter(
-                kv_cache_config, settings, self.tables, self.sequences, self.attention.memory
-            )
+            self.drafter = Drafter(kv_cache_config, settings, self.attention)
         self.num_steps = 0
         self.tokens_from_cache = 0
         self.num_drafts_accepted = 0
@@ -66,9 +62,7 @@ class SimulatedWorker:
         self._identities: dict[str, PrefixIdentity] = {}
         self.connector: ConnectorWorker | None = None
         if settings.connector is not None:
-            self.connector = ConnectorWorker(
-                self.tables, self.attention.memory, self.attention.names, self._identities
-            )
+            self.connector = ConnectorWorker(self.tables, self.attention.memory, self._identities)
         self._encoder_lengths: dict[str, int] = {}
         self._states: dict[str, RequestState] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -122,7 +116,6 @@ class SimulatedWorker:
             )
 
         states = [self._states[req_id] for req_id in scheduled.num_scheduled_tokens]
-        rows = np.array([state.row for state in states], dtype=np.int64)
         encoded = {s.req_id for s in states if s.encoder_length and not starts[s.req_id]}
         if self.tables.has_encoder and encoded != scheduled.scheduled_encoder_inputs.keys():
             raise ProtocolFault(
@@ -131,15 +124,11 @@ class SimulatedWorker:
             )
         step = Step(
             index=self.num_steps,
-            scheduled=scheduled,
             requests=states,
-            rows=rows,
             starts=np.array([starts[state.req_id] for state in states], dtype=np.int64),
             counts=np.array(list(scheduled.num_scheduled_tokens.values()), dtype=np.int64),
-            serials=np.array([state.serial for state in states], dtype=np.int64),
-            encoder_lengths=np.array([state.encoder_length for state in states], dtype=np.int64),
-            tables=[t.of_rows(rows) for t in self.tables.types] if states else [],
-            table_lengths=[t.counts[rows] for t in self.tables.types] if states else [],
+            block_tables=self.tables,
+            scheduled=scheduled,
             retired_rows=retired,
             overlapped=list(self._unsettled),
         )
@@ -178,10 +167,8 @@ class SimulatedWorker:
         """Start or restart a request; returns its blocks that are not prefix hits."""
         self._drop(req_id, retired)
         load = self.connector.take_load(req_id) if self.connector is not None else None
-        serial = len(self.attention.names) if load is None else load.serial
+        serial = self.attention.memory.admit(req_id) if load is None else load.serial
         state = RequestState(req_id, self._free_rows.pop(), serial, block_ids, num_computed)
-        if load is None:
-            self.attention.names.append(req_id)
         self._states[req_id] = state
         self.sequences.start(state.row, tokens, self._identities[req_id])
         state.encoder_length = self._encoder_lengths[req_id]
@@ -189,7 +176,8 @@ class SimulatedWorker:
             state.row, range(state.encoder_length), PrefixIdentity(encoder_input(req_id))
         )
         self.tokens_from_cache += num_computed if load is None else load.span.start
-        ids_by_type = self.tables.replace(state.row, block_ids)
+        self.tables.clear(state.row)
+        ids_by_type = self.tables.append(state.row, block_ids)
         return self._filled(
             [
                 ids[:, -(-num_computed // tables.block_size) :]
@@ -199,10 +187,10 @@ class SimulatedWorker:
 
     def _filled(self, ids_by_type: list[np.ndarray]) -> list[np.ndarray]:
         """Without the null blocks in place of states that a chunk passes over."""
-        first = len(self.tables.kv_types)
-        if first < len(ids_by_type):
-            ids_by_type[first:] = [ids[ids != 0] for ids in ids_by_type[first:]]
-        return ids_by_type
+        return [
+            ids[ids != 0] if tables.kind.holds_states else ids
+            for tables, ids in zip(self.tables.types, ids_by_type, strict=True)
+        ]
 
     def _extend(self, req_id: str, new_block_ids: Sequence[list[int]] | None) -> list[np.ndarray]:
         """Append blocks to a running request; returns them."""

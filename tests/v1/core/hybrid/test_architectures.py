@@ -152,4 +152,4 @@ def play(manager_cls: Any, kinds: frozenset[str], caching: bool) -> None:
     ]
     num_groups = sum(kind.num_groups for kind in model)
     engine = run_case(manager_cls, Case(model, tuple(mix), settings, 2 * num_groups))
-    assert engine.reads_checked + engine.state_reads_checked > 0
+    assert engine.reads["kv"] + engine.reads["states"] > 0

@@ -109,7 +109,7 @@ def test_the_same_as_base_in_a_large_pool(
     seen = [
         (
             run.num_schedules,
-            run.reads_checked,
+            run.reads["kv"],
             run.tokens_from_cache,
             run.num_preemptions,
             connector_of(run).num_tokens_loaded,

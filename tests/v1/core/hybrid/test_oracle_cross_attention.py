@@ -105,8 +105,8 @@ def run_case(case: Case, check_integrity: bool = True) -> OracleEngine:
     """Run a case with both managers. A case without encoder reads shows nothing and fails."""
     base = run_any_case(BaseManager, case, check_integrity)
     ours = run_any_case(HybridManager, case, check_integrity)
-    assert ours.encoder_reads_checked == base.encoder_reads_checked > 0
-    assert ours.reads_checked == base.reads_checked
+    assert ours.reads["encoder"] == base.reads["encoder"] > 0
+    assert ours.reads["kv"] == base.reads["kv"]
     assert ours.num_preemptions == base.num_preemptions
     assert ours.num_schedules == base.num_schedules
     assert ours.tokens_from_cache == base.tokens_from_cache == 0
@@ -125,7 +125,7 @@ def test_every_step_reads_all_of_the_encoder(pipeline: dict[str, Any]) -> None:
     engine = run_case(Case((full(), cross(num_groups=2)), operations, settings, ROOMY))
     # A third in-flight step is scheduled before the end is known.
     extra = settings.steps_in_flight == 2
-    assert engine.encoder_reads_checked == 2 * ((5 + extra) * 50 + (3 + extra) * 100)
+    assert engine.reads["encoder"] == 2 * ((5 + extra) * 50 + (3 + extra) * 100)
 
 
 def test_preemption(kinds: tuple, some_pipeline: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def test_prefix_caching_is_requested(pipeline_name: str) -> None:
     caching = replace(settings, enable_prefix_caching=True)
     case = Case(MODELS["Whisper"], operations, caching, ROOMY)
     engine = run_any_case(HybridManager, case)
-    assert engine.encoder_reads_checked == without.encoder_reads_checked
+    assert engine.reads["encoder"] == without.reads["encoder"]
     assert engine.tokens_from_cache == 0
     with pytest.raises(NotImplementedError, match="does not support caching"):
         run_any_case(BaseManager, case)

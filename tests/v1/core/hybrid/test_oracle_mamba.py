@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support.base_with_states import BaseWithStates as BaseManager
+from support.identity import PrefixIdentity
 from support.kv_configs import full, kind_of, make_kv_cache_config, mamba, sliding
 from support.oracle import (
     InFlightFault,
@@ -24,7 +25,8 @@ from support.oracle import (
     ReadFault,
     WriteFault,
 )
-from support.oracle.device_memory import DeviceMemory
+from support.oracle.attention import Attention
+from support.oracle.block_tables import BlockTables
 from support.oracle.planted_faults import (
     ForgetsStepsInFlight,
     FreesARequestAStepEarly,
@@ -44,7 +46,8 @@ from support.oracle.planted_feature_faults import (
     HitsStatesOfTheSameStep,
     HitsTheStateOfAnEarlierBoundary,
 )
-from support.oracle.states import StateAccess, StateMemory
+from support.oracle.sequences import Sequences
+from support.oracle.step import RequestState, Step
 from support.oracle.workload import Abort, Add, Case, Reset, Run, make_engine, random_operations
 from support.oracle.workload import run_case as run_any_case
 from vllm.v1.core.hybrid import KVCacheManager as HybridManager
@@ -102,13 +105,13 @@ def pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
 def run_case(manager_cls: Any, case: Case, check_integrity: bool = True) -> OracleEngine:
     """Run a case to its end. A case that checks no state shows nothing and fails."""
     engine = run_any_case(manager_cls, case, check_integrity)
-    assert engine.state_reads_checked > 0
+    assert engine.reads["states"] > 0
     if manager_cls is BaseManager:
         ours: Any = run_any_case(HybridManager, case, check_integrity)
-        assert ours.state_reads_checked > 0
+        assert ours.reads["states"] > 0
         # After the first eviction, the two managers may keep different blocks.
         if not ours.manager.block_pool.num_evicted_ids:
-            assert ours.state_reads_checked == engine.state_reads_checked
+            assert ours.reads["states"] == engine.reads["states"]
             assert ours.tokens_from_cache == engine.tokens_from_cache
             assert ours.num_preemptions == engine.num_preemptions
     return engine
@@ -123,10 +126,10 @@ def test_prefix_hit(pipeline: dict[str, Any]) -> None:
     engine = make_engine(BaseManager, case)
 
     def run(prompt: list[int]) -> tuple[int, int]:
-        before = engine.tokens_from_cache, engine.state_reads_checked
+        before = engine.tokens_from_cache, engine.reads["states"]
         engine.add_request(prompt, max_tokens=3)
         engine.run_until_done()
-        return engine.tokens_from_cache - before[0], engine.state_reads_checked - before[1]
+        return engine.tokens_from_cache - before[0], engine.reads["states"] - before[1]
 
     prompt = list(range(100))
     # A third in-flight step is scheduled before the end is known.
@@ -150,7 +153,7 @@ def test_a_state_in_the_middle_of_a_step(pipeline: dict[str, Any]) -> None:
             engine.add_request(prompt, max_tokens=3)
             engine.run_until_done()
         assert engine.tokens_from_cache == 96
-        assert engine.worker.attention.states.checkpoints_written == 3  # one in each group
+        assert engine.worker.attention.checkpoints_written == 3  # one in each group
 
 
 def test_a_state_that_is_not_written_is_found() -> None:
@@ -159,8 +162,9 @@ def test_a_state_that_is_not_written_is_found() -> None:
     case = Case(kinds, settings=replace(CACHING, max_num_batched_tokens=128), extra_blocks=ROOMY)
     for manager_cls in (BaseManager, HybridManager):
         engine = make_engine(manager_cls, case)
-        for tables in engine.worker.attention.state_types:
-            tables.kind = mamba(16)
+        for tables in engine.worker.tables.types:
+            if tables.kind.holds_states:
+                tables.kind = mamba(16)
         engine.add_request(list(range(100)), max_tokens=3)
         engine.run_until_done()
         engine.add_request(list(range(100)), max_tokens=3)
@@ -173,20 +177,20 @@ def test_chunked_prefill(pipeline: dict[str, Any]) -> None:
     few = {**pipeline, "max_num_batched_tokens": 24}
     # Chunks of 24 end at block boundaries: six of 16, and the rest.
     case = Case((full(16), mamba(16, 2)), operations, replace(CACHING, **few), ROOMY)
-    assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 6
+    assert run_case(BaseManager, case).reads["states"] == 2 * 2 * 6
     # Four of 24 and the rest.
     case = Case(NONE["sliding"], operations, replace(NOT_CACHING, **few), ROOMY)
     assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 4
     # Blocks are larger than a chunk, so chunk ends and block ends alternate: 24, 24, 16; 24, 12.
     case = Case(ALIGN["blocks larger than chunks"], operations, replace(CACHING, **few), ROOMY)
-    assert run_case(BaseManager, case).state_reads_checked == 2 * 2 * 4
+    assert run_case(BaseManager, case).reads["states"] == 2 * 2 * 4
 
 
 def test_no_state_is_read_at_the_start() -> None:
     case = Case(NONE["full"], (Add(tail=30),), NOT_CACHING, ROOMY)
     engine = run_any_case(BaseManager, case)
-    assert engine.state_reads_checked == 0
-    assert engine.worker.attention.states.writes_done == 1
+    assert engine.reads["states"] == 0
+    assert engine.worker.attention.states_written == 1
     assert run_case(BaseManager, replace(case, operations=(Add(30, max_tokens=2),)))
 
 
@@ -480,34 +484,30 @@ def test_what_base_does_not_do_is_refused(
 
 
 def test_a_state_overwritten_while_it_is_read() -> None:
-    memory = DeviceMemory(num_blocks=6, max_block_size=4)
-    states = StateMemory(memory, ["a", "b"], num_groups=1)
+    config = make_kv_cache_config((mamba(4),), num_blocks=6)
+    sequences, no_encoder = Sequences(2, 8, vocab_size=64), Sequences(2, 8, vocab_size=64)
 
-    def access(sources: list[int], targets: list[int]) -> StateAccess:
-        return StateAccess(
-            group_ids=[0],
-            sources=np.array([sources]),
-            targets=np.array([targets]),
-            reads=np.array([True, True]),
-            in_place=np.array(sources) == np.array(targets),
-            before=np.array([[11, 22]], dtype=np.uint64),
-            after=np.array([[12, 23]], dtype=np.uint64),
-            tags=np.array([[0, 1]]),
-        )
+    def step(sources: list[int], targets: list[int]) -> Attention:
+        """Requests get to 8 tokens, from 4 if their states move to another block, else from 5."""
+        tables = BlockTables(config, num_rows=2, max_model_len=8)
+        attention = Attention(tables, sequences, no_encoder)
+        requests = []
+        for row, (req_id, *blocks) in enumerate(zip("ab", sources, targets, strict=True)):
+            sequences.start(row, range(row, row + 8), PrefixIdentity())
+            requests.append(RequestState(req_id, row, attention.memory.admit(req_id), [blocks]))
+            tables.append(row, [blocks])
+        starts = np.where(np.array(sources) == np.array(targets), 5, 4)
+        step = Step(0, requests, starts, 8 - starts, tables)
+        before = attention.states(step, tables.types[0], step.tables[0], starts)
+        attention.memory.write(before, "before")
+        attention.forward(step)
+        return attention
 
-    def step(what: StateAccess) -> None:
-        memory.erase()
-        memory.slots[what.sources, 0] = what.before
-        states.check_reads([what], "step 0", ["a", "b"])
-        states.write([what], "step 0", ["a", "b"])
-        states.check_kept([what], "step 0", ["a", "b"])
-
-    step(access([1, 2], [3, 4]))
-    step(access([1, 2], [1, 4]))
-    assert states.reads_checked == states.writes_done == 4
+    assert step([1, 2], [3, 4]).reads["states"] == 2
+    assert step([1, 2], [1, 4]).states_written == 2
     with pytest.raises(WriteFault, match=r"step 0: overwritten while it is read: a, group 0"):
-        step(access([1, 2], [3, 1]))
+        step([1, 2], [3, 1])
     with pytest.raises(WriteFault, match="two owners write to block 3"):
-        step(access([1, 2], [3, 3]))
+        step([1, 2], [3, 3])
     with pytest.raises(WriteFault, match="writes to the null block"):
-        step(access([1, 2], [3, 0]))
+        step([1, 2], [3, 0])

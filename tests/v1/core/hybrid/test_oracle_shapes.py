@@ -157,4 +157,4 @@ def test_a_model_without_kv_cache(manager_cls: Any, settings: OracleSettings) ->
     operations = (Add(tail=30, max_tokens=5), Add(tail=70, max_tokens=9))
     engine = run_case(manager_cls, Case((), operations, settings, extra_blocks=5))
     assert [len(s.outputs) for s in engine.submissions.values()] == [5, 9]
-    assert engine.reads_checked == 0
+    assert engine.reads["kv"] == 0

@@ -101,7 +101,7 @@ def assert_drafts_were_judged(engine: OracleEngine) -> None:
     num_sampled = sum(len(s.outputs) for s in engine.submissions.values())
     assert engine.worker.num_drafts_accepted > num_sampled / 4
     assert engine.worker.num_drafts_rejected > num_sampled / 4
-    assert engine.draft_reads_checked > 0
+    assert engine.reads["draft layers"] > 0
 
 
 @each_case
