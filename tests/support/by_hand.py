@@ -71,11 +71,13 @@ def step_to(end: int) -> Step:
     return Step(0, 0, step_end=end, final_end=end, slots_end=end, prefill_end=end)
 
 
-def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
+def cache(
+    coordinator: KVCacheCoordinator, type_id: int, *indices: int, num_blocks: int = ALL
+) -> None:
     """Put the blocks with these indices in the prefix cache, evictable."""
     pool = coordinator.block_pool
     table = pool.new_table(type_id)
-    pool.allocate((table,), [(max(indices) + 1, ALL)])
+    pool.allocate((table,), [(max(indices) + 1, num_blocks)])
     for i in indices:
         table.cache(i, i + 1, HASHES)
     table.free()
@@ -83,12 +85,8 @@ def cache(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
 
 def cache_states(coordinator: KVCacheCoordinator, type_id: int, *indices: int) -> None:
     """The same for a type with states: a step leaves one behind, in its last block."""
-    pool = coordinator.block_pool
     for i in indices:
-        table = pool.new_table(type_id)
-        pool.allocate((table,), [(i + 1, 1)])
-        table.cache(i, i + 1, HASHES)
-        table.free()
+        cache(coordinator, type_id, i, num_blocks=1)
 
 
 def hit_pattern(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[int, list[str]]:

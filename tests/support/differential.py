@@ -4,7 +4,6 @@
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -25,86 +24,62 @@ def count_evictions(manager: Any) -> Callable[[], int]:
     pool = manager.block_pool
     if hasattr(pool, "num_evicted_ids"):
         return lambda: pool.num_evicted_ids
-    evict, count = pool._maybe_evict_cached_block, 0
+    evict = pool._maybe_evict_cached_block
+    evicted: list[bool] = []
 
     def counting(block: Any) -> bool:
-        nonlocal count
-        evicted = evict(block)
-        count += bool(evicted)
-        return evicted
+        evicted.append(evict(block))
+        return evicted[-1]
 
     pool._maybe_evict_cached_block = counting
-    return lambda: count
+    return lambda: sum(evicted)
 
 
-@dataclass
 class Totals:
-    """What a run, or many, went through; index 0 is the reference, 1 the candidate."""
+    """What a run, or many, went through."""
 
-    programs: int = 0
-    ops: int = 0
-    compared: int = 0
-    skipped: int = 0
-    effects: Counter[str] = field(default_factory=Counter)
-    hits: list[int] = field(default_factory=lambda: [0, 0])
-    junctions: list[int] = field(default_factory=lambda: [0, 0])
-    hit_tokens: list[int] = field(default_factory=lambda: [0, 0])
-    # Programs in which this side's hit was longer when hits differed for the first time.
-    # Later ones compare nothing: a longer hit needs more blocks at once, so it may
-    # not be admitted where a shorter one is, and then the two serve different requests.
-    first_longer: list[int] = field(default_factory=lambda: [0, 0])
-    evictions: list[int] = field(default_factory=lambda: [0, 0])
-    preemptions: list[int] = field(default_factory=lambda: [0, 0])
-    slots_checked: list[int] = field(default_factory=lambda: [0, 0])
+    def __init__(self) -> None:
+        #: Programs, operations, how many of these were compared, how many had no effect.
+        self.counts: Counter[str] = Counter()
+        self.effects: Counter[str] = Counter()
+        #: Of the reference and of the candidate.
+        self.sides: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     def add(self, other: "Totals") -> None:
-        for one in fields(self):
-            mine, others = getattr(self, one.name), getattr(other, one.name)
-            if isinstance(mine, list):
-                mine[:] = [a + b for a, b in zip(mine, others, strict=True)]
-            elif isinstance(mine, Counter):
-                mine.update(others)
-            else:
-                setattr(self, one.name, mine + others)
+        mine = (self.counts, self.effects, *self.sides)
+        for counts, more in zip(mine, (other.counts, other.effects, *other.sides), strict=True):
+            counts.update(more)
+
+    def of_both(self, name: str) -> list[int]:
+        return [side[name] for side in self.sides]
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.programs:,} programs, {self.ops:,} operations, {self.compared:,} compared, "
-            f"{self.skipped:,} without effect",
-            "  " + ", ".join(f"{count:,} {name}" for name, count in self.effects.most_common()),
-        ]
-        for side, name in enumerate(("base", "ours")):
-            lines.append(
-                f"  {name}: {self.hits[side]:,} hits, {self.hit_tokens[side]:,} hit tokens, "
-                f"{self.junctions[side]:,} junctions, {self.evictions[side]:,} evicted blocks, "
-                f"{self.preemptions[side]:,} preemptions, "
-                f"{self.slots_checked[side]:,} slots checked; longer hit at the first "
-                f"lookup that differs in {self.first_longer[side]:,} programs"
-            )
-        return "\n".join(lines)
+        named = {"in all": self.counts, "with effect": self.effects}
+        named |= dict(zip(("base", "ours"), self.sides, strict=True))
+        return "\n  ".join(
+            f"{name}: " + ", ".join(f"{count:,} {what}" for what, count in counts.most_common())
+            for name, counts in named.items()
+        )
 
 
 def first_difference(reference: Any, candidate: Any, path: str = "") -> str | None:
     """Where two observations differ first, or None."""
     if reference == candidate:
         return None
-    if isinstance(reference, dict) and isinstance(candidate, dict):
-        for key in [*reference, *(key for key in candidate if key not in reference)]:
-            if key not in reference or key not in candidate:
-                side = "reference" if key in reference else "candidate"
-                return f"{path}[{key!r}]: only the {side} has it"
-            found = first_difference(reference[key], candidate[key], f"{path}[{key!r}]")
-            if found:
-                return found
     if isinstance(reference, list | tuple) and isinstance(candidate, list | tuple):
-        for i, (a, b) in enumerate(zip(reference, candidate, strict=False)):
-            found = first_difference(a, b, f"{path}[{i}]")
+        reference, candidate = dict(enumerate(reference)), dict(enumerate(candidate))
+    if isinstance(reference, dict) and isinstance(candidate, dict):
+        for key in reference | candidate:
+            where = f"{path}[{key!r}]"
+            for name, one, other in (
+                ("reference", reference, candidate),
+                ("candidate", candidate, reference),
+            ):
+                if key not in other:
+                    return f"{where}: only the {name} has {one[key]!r}"
+            found = first_difference(reference[key], candidate[key], where)
             if found:
                 return found
-        for i in range(min(len(reference), len(candidate)), len(reference)):
-            return f"{path}[{i}]: only the reference has {reference[i]!r}"
-        for i in range(len(reference), len(candidate)):
-            return f"{path}[{i}]: only the candidate has {candidate[i]!r}"
     return f"{path}: reference {reference!r}, candidate {candidate!r}"
 
 
@@ -128,7 +103,8 @@ def run_program(
     """
     drivers = [ManagerDriver(cls, program.setup, program.plans) for cls in (reference, candidate)]
     evicted = [count_evictions(driver.manager) for driver in drivers]
-    totals = Totals(programs=1)
+    totals = Totals()
+    totals.counts["programs"] = 1
     history: list[str] = []
     comparing = compare
 
@@ -142,8 +118,8 @@ def run_program(
                 error.add_note(f"in operation {len(history)} {op}, by the {side}")
                 error.add_note("\n".join(history[-40:]))
                 raise
-        totals.ops += 1
-        totals.skipped += "skipped" in seen[1]
+        totals.counts["operations"] += 1
+        totals.counts["skipped"] += "skipped" in seen[1]
         totals.effects[op[0]] += "skipped" not in seen[1]
         started = [bool(count()) for count in evicted]
         if comparing and not exact and any(started):
@@ -151,7 +127,7 @@ def run_program(
             if not all(started):
                 raise Difference(f"operation {len(history)} {op}: only one evicts: {started}")
         if comparing:
-            totals.compared += 1
+            totals.counts["compared"] += 1
             found = first_difference(*seen)
             if found:
                 raise Difference(
@@ -167,23 +143,18 @@ def run_program(
     for op in program.ops:
         both(op, lambda driver, op=op: driver.apply(op))
     both(("wind_down",), lambda driver: driver.wind_down())
-    totals.hits = [driver.num_hits for driver in drivers]
     for one, other in zip(*(driver.lookups for driver in drivers), strict=False):
         if one != other:
+            # Later ones compare nothing: a longer hit needs more blocks at once, so it may not be
+            # admitted where a shorter one is, and then the two serve different requests.
             if one[:2] == other[:2]:
-                totals.first_longer[other[2] > one[2]] += 1
+                totals.sides[other[2] > one[2]]["programs with the first longer hit"] = 1
             break
-    totals.junctions = [driver.num_junctions for driver in drivers]
-    totals.hit_tokens = [driver.hit_tokens for driver in drivers]
-    totals.evictions = [count() for count in evicted]
-    totals.preemptions = [driver.num_preemptions for driver in drivers]
-    totals.slots_checked = [driver.content.num_slots_checked for driver in drivers]
+    for side, driver, count in zip(totals.sides, drivers, evicted, strict=True):
+        side.update(driver.counts)
+        side["evictions"] = count()
+        side["slots checked"] = driver.attention.reads.total()
     return totals
-
-
-def num_examples(default: int) -> int:
-    """Random programs for one test: ``HYBRID_KV_EXAMPLES`` if it is set."""
-    return int(os.environ.get("HYBRID_KV_EXAMPLES", default))
 
 
 def explore(
@@ -191,12 +162,12 @@ def explore(
 ) -> Totals:
     """Run many random programs and return their totals.
 
-    The programs are the same in every run, unless ``HYBRID_KV_EXAMPLES`` asks for more.
+    The programs are the same in every run, unless ``HYBRID_KV_EXAMPLES`` sets their number.
     """
     totals = Totals()
 
     @settings(
-        max_examples=num_examples(examples),
+        max_examples=int(os.environ.get("HYBRID_KV_EXAMPLES", examples)),
         derandomize="HYBRID_KV_EXAMPLES" not in os.environ,
         database=None,
         deadline=None,

@@ -6,6 +6,7 @@ they take. All are plain data whose ``repr`` is valid Python, so that a failing 
 be pasted into a regression test.
 """
 
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -37,8 +38,17 @@ MAX_ENCODER_LENGTH = 100
 #: Layers of the drafter have names that begin with it.
 DRAFT_LAYER = "draft."
 
+_SPECS: dict[str, type[KVCacheSpec]] = {
+    "full": FullAttentionSpec,
+    "mla": MLAAttentionSpec,
+    "cross": CrossAttentionSpec,
+    "chunked": ChunkedLocalAttentionSpec,
+    "sliding": SlidingWindowSpec,
+}
+
 #: A position in a sequence, or one for each of several requests.
 Positions = TypeVar("Positions", int, np.ndarray)
+Layout = tuple[int, ...] | int | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,20 +97,11 @@ class AttentionKind(ShortRepr):
             head_size=64 * (1 + self.variant),
             dtype=getattr(torch, self.dtype),
         )
-        match self.kind:
-            case "full":
-                return FullAttentionSpec(**shape)
-            case "mla":
-                return MLAAttentionSpec(**shape)
-            case "cross":
-                return CrossAttentionSpec(**shape)
-            case "chunked":
-                return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window)
-            case "sliding":
-                return SlidingWindowSpec(
-                    **shape, sliding_window=self.window, extra_retained_tokens=self.retained
-                )
-        raise ValueError(f"unknown kind {self.kind!r}")
+        if self.kind == "chunked":
+            shape["attention_chunk_size"] = self.window
+        if self.kind == "sliding":
+            shape |= {"sliding_window": self.window, "extra_retained_tokens": self.retained}
+        return _SPECS[self.kind](**shape)
 
     @property
     def holds_states(self) -> bool:
@@ -188,12 +189,11 @@ class AttentionKind(ShortRepr):
         )
 
 
-def full(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("full", block_size, num_groups, **kwargs)
-
-
-def mla(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mla", block_size, num_groups, **kwargs)
+# Block size and number of groups come first, for windows and chunks their length before them.
+full = functools.partial(AttentionKind, "full")
+mla = functools.partial(AttentionKind, "mla")
+mamba = functools.partial(AttentionKind, "mamba")
+cross = functools.partial(AttentionKind, "cross")
 
 
 def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
@@ -202,14 +202,6 @@ def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: An
 
 def chunked(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
     return AttentionKind("chunked", block_size, num_groups, window, **kwargs)
-
-
-def mamba(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("mamba", block_size, num_groups, **kwargs)
-
-
-def cross(block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("cross", block_size, num_groups, **kwargs)
 
 
 def kind_of(spec: KVCacheSpec) -> AttentionKind:
@@ -269,8 +261,7 @@ def make_kv_cache_config(
     num_blocks: int,
     retention_interval: int | None = None,
     *,
-    layout: Sequence[int] | None = None,
-    shuffle_groups: int | None = None,
+    layout: Layout = None,
     flag_drafts: bool = False,
 ) -> KVCacheConfig:
     """The KV cache config of a model with these attention types.
@@ -279,15 +270,10 @@ def make_kv_cache_config(
         kinds: The types, with their numbers of groups.
         num_blocks: Physical blocks, the null block included.
         retention_interval: Which sparse types' blocks stay cached; see base's option.
-        layout: The kind (index into ``kinds``) of each group in turn; None puts each kind's
-            groups side by side.
-        shuffle_groups: A seed to mix the groups of all types; None keeps their order.
+        layout: The order of the groups, as for `groups_of`.
         flag_drafts: Whether the config says which groups have draft layers, as base's does
             where it can tell.
     """
-    groups = groups_of(kinds, layout)
-    if shuffle_groups is not None:
-        random.Random(shuffle_groups).shuffle(groups)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -297,19 +283,24 @@ def make_kv_cache_config(
                 kv_cache_spec=kind.spec(),
                 is_eagle_group=flag_drafts and kind.draft,
             )
-            for i, kind in enumerate(groups)
+            for i, kind in enumerate(groups_of(kinds, layout))
         ],
         prefix_cache_retention_interval=retention_interval,
     )
 
 
-def groups_of(
-    kinds: Sequence[AttentionKind], layout: Sequence[int] | None = None
-) -> list[AttentionKind]:
-    """The attention kind of each KV cache group."""
-    if layout is None:
-        return [kind for kind in kinds for _ in range(kind.num_groups)]
-    return [kinds[i] for i in layout]
+def groups_of(kinds: Sequence[AttentionKind], layout: Layout = None) -> list[AttentionKind]:
+    """The attention kind of each KV cache group.
+
+    ``layout`` has the kind (index into ``kinds``) of each group in turn, or is a seed to mix the
+    groups of all kinds; None puts each kind's groups side by side.
+    """
+    if isinstance(layout, tuple):
+        return [kinds[i] for i in layout]
+    groups = [kind for kind in kinds for _ in range(kind.num_groups)]
+    if layout is not None:
+        random.Random(layout).shuffle(groups)
+    return groups
 
 
 @dataclass(frozen=True, repr=False)
@@ -326,7 +317,7 @@ class KVSetup(ShortRepr):
 
     kinds: tuple[AttentionKind, ...]
     num_blocks: int
-    layout: tuple[int, ...] | None = None
+    layout: Layout = None
     retention: int | None = None
     caching: bool = True
     events: bool = False

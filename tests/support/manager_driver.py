@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from support.kv_content import Unsafe
 from support.manager_model import ManagerModel, Observation
+from support.oracle.faults import Unsafe
 from support.requests import LiveRequest
 from vllm.v1.request import RequestStatus
 
@@ -97,9 +97,8 @@ class ManagerDriver(ManagerModel):
             return seen | {"admitted": False}
         if looked_up:
             self.manager.record_prefix_cache_stats(request, hit)
-            self.hit_tokens += hit
-            self.num_hits += hit > 0
-            self.num_junctions += boundary > 0
+            self.counts.update({"hit tokens": hit, "hits": hit > 0, "junctions": boundary > 0})
+            live.serial = self.attention.memory.admit(live.request_id)
         self.waiting.remove(live)
         self.running.append(live)
         request.status = RequestStatus.RUNNING
@@ -248,7 +247,7 @@ class ManagerDriver(ManagerModel):
         request.num_computed_tokens = 0
         self.make_stale(live, drop)
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self.counts["preemptions"] += 1
         self.waiting.insert(0, live)
 
     @picks_from(lambda self: self.live)
@@ -394,7 +393,8 @@ class ManagerDriver(ManagerModel):
             "added": self.block_counts(blocks + blocks),
             "clipped": [len(t) for t in clipped],
             "cached": manager.estimate_cached_tokens(request),
-            "remaining": remaining,
+            # With states, base subtracts blocks of steps in flight that these tokens do not need.
+            "remaining": [max(n, 0) for n in remaining] if self.setup.holds_states else remaining,
             "common": manager.get_num_common_prefix_blocks(request_id),
         }
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that imports `vllm.v1.core.hybrid` from another folder.
 
-``HYBRID_KV_SOURCE`` names the folder; `tools.mutation_check` sets it to a copy
+``HYBRID_KV_SOURCE`` names the folder, ``hybrid``; `tools.mutation_check` sets it to a copy
 of the package with one fault planted. Loaded with ``-p``, so before any test.
 """
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -14,19 +13,7 @@ import vllm.v1.core
 
 NAME = "vllm.v1.core.hybrid"
 
-
-def import_from(folder: Path) -> None:
-    """Make ``folder`` the package, for this process."""
-    for name in [n for n in sys.modules if n == NAME or n.startswith(f"{NAME}.")]:
-        del sys.modules[name]
-    spec = importlib.util.spec_from_file_location(
-        NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[NAME] = module
-    setattr(vllm.v1.core, "hybrid", module)  # noqa: B010 (mypy does not know the name)
-    spec.loader.exec_module(module)
-
-
-import_from(Path(os.environ["HYBRID_KV_SOURCE"]))
+for name in [n for n in sys.modules if n == NAME or n.startswith(f"{NAME}.")]:
+    del sys.modules[name]
+vars(vllm.v1.core).pop("hybrid", None)
+vllm.v1.core.__path__.insert(0, str(Path(os.environ["HYBRID_KV_SOURCE"]).parent))

@@ -11,11 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import softplus
-
-
-def silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
+from torch.nn.functional import scaled_dot_product_attention, silu, softplus
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,17 +80,13 @@ class Plamo2Reference:
         q, k, v = qkv.split([num_q, num_kv, num_kv], dim=1)
         q = rotate(rms_norm(q, mixer["q_weight"], 1e-6), base)
         k = rotate(rms_norm(k, mixer["k_weight"], 1e-6), base)
-        outputs = []
-        for head in range(num_q):
-            kv_head = head // (num_q // num_kv)
-            scores = q[:, head] @ k[:, kv_head].T / size**0.5
-            distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
-            seen = distance >= 0
-            if not is_full:
-                seen &= distance <= self.config["attention_window_size"]
-            attention = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            outputs.append(attention @ v[:, kv_head])
-        return torch.cat(outputs, dim=-1) @ mixer["o_proj.weight"].T
+        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        seen = distance >= 0
+        if not is_full:
+            seen &= distance <= self.config["attention_window_size"]
+        heads_first = (part.transpose(0, 1) for part in (q, k, v))
+        outputs = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True)
+        return outputs.transpose(0, 1).flatten(1) @ mixer["o_proj.weight"].T
 
     def _mamba(self, x: Tensor, mixer: dict[str, Tensor]) -> Tensor:
         size, num_heads = self.config["hidden_size_per_head"], self.config["mamba_num_heads"]

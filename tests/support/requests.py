@@ -2,19 +2,23 @@
 """Real vLLM requests with real block hashes, made from compact descriptions.
 
 `RequestPlan` says what a request's tokens are; `LiveRequest` is one request that was
-made from it, together with what identifies the KV at each of its positions.
+made from it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from support.identity import MultiModalItem, PrefixIdentity, prefix_identities
+from support.identity import MultiModalItem, PrefixIdentity
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from support.oracle.step import Step
 
 Hasher = Callable[[Request], list[BlockHash]]
 
@@ -145,13 +149,14 @@ def make_request(plan: RequestPlan, request_id: str, hasher: Hasher | None) -> R
 
 
 class LiveRequest:
-    """One request, the identity of the KV at each of its positions, and its steps in flight."""
+    """One request and its steps in flight."""
 
     def __init__(self, plan: RequestPlan, request_id: str, hasher: Hasher | None) -> None:
         self.plan = plan
         self.request = make_request(plan, request_id, hasher)
         self.steps: list[StepInFlight] = []
-        self._identities: list[int] = []
+        #: Tells what this admission writes from what others do.
+        self.serial = 0
 
     @property
     def request_id(self) -> str:
@@ -161,19 +166,10 @@ class LiveRequest:
         """The token that the model would sample next: fixed by the position."""
         return token_at(self.plan.output, self.request.num_tokens)
 
-    def identities(self, end: int) -> list[int]:
-        """Identities of the first ``end`` positions, also of tokens that are yet to be sampled."""
-        if end > len(self._identities):
-            tokens = list(self.request.all_token_ids)
-            upcoming = range(len(tokens), end + 64)
-            tokens += [token_at(self.plan.output, position) for position in upcoming]
-            self._identities = prefix_identities(tokens, self.plan.identity).tolist()
-        return self._identities[:end]
-
-    def encoder_identities(self) -> list[int]:
-        """Identities of what an encoder makes of the request's input."""
-        identity = PrefixIdentity(encoder_input(self.request_id))
-        return prefix_identities(range(self.plan.encoder), identity).tolist()
+    def tokens(self, end: int) -> list[int]:
+        """All tokens, and those that are yet to be sampled of the first ``end``."""
+        known = list(self.request.all_token_ids)
+        return known + [token_at(self.plan.output, i) for i in range(len(known), end)]
 
     def continue_session(self, path: tuple[tuple[int, int], ...], hash_block_size: int) -> None:
         """Next input of a streaming session, as base's scheduler does it: outputs become
@@ -191,17 +187,16 @@ class LiveRequest:
         request._all_token_ids.extend(new_tokens)
         request.update_block_hashes()
         request.num_prompt_tokens = len(request.prompt_token_ids)
-        self._identities.clear()
 
 
 @dataclass
 class StepInFlight:
-    """One request's share of a step: positions ``start`` to ``start + num_tokens``.
+    """One request's share of a step, of ``num_tokens`` positions.
 
     The last ``num_drafts`` of them are drafts, and the last ``num_rejected`` of those are wrong.
     """
 
-    start: int
+    on_device: "Step"
     num_tokens: int
     samples: bool
     num_drafts: int = 0

@@ -15,6 +15,8 @@ from support.identity import MultiModalItem
 from support.kv_configs import AttentionKind, KVSetup, blocks_for, cross
 from support.requests import RequestPlan
 
+#: Group orders: side by side, or mixed.
+layouts = st.one_of(st.none(), st.integers(0, 100))
 #: Length in tokens of each known image: the same item always takes as many.
 IMAGE_LENGTHS = {"cat": 5, "dog": 9, "dot": 1}
 
@@ -91,18 +93,6 @@ def encoder_decoder_kinds(draw: st.DrawFn) -> tuple[AttentionKind, ...]:
     return tuple(kinds)
 
 
-@st.composite
-def layouts(draw: st.DrawFn, kinds: Sequence[AttentionKind]) -> tuple[int, ...] | None:
-    """Group orders: side by side, interleaved as a model's layers are, or any."""
-    in_turn = [i for i, kind in enumerate(kinds) for _ in range(kind.num_groups)]
-    how = draw(st.sampled_from(["side by side", "side by side", "reversed", "shuffled"]))
-    if how == "side by side" or len(kinds) == 1:
-        return None
-    if how == "reversed":
-        return tuple(reversed(in_turn))
-    return tuple(draw(st.permutations(in_turn)))
-
-
 def retention_intervals(kinds: Sequence[AttentionKind]) -> st.SearchStrategy[int | None]:
     """Those that base accepts for a model."""
     lcm = math.lcm(*(kind.block_size for kind in kinds))
@@ -140,7 +130,7 @@ def setups(
     setup = KVSetup(
         kinds=chosen,
         num_blocks=num_blocks,
-        layout=draw(layouts(chosen)),
+        layout=draw(layouts),
         retention=draw(retention_intervals(chosen)),
         caching=states or draw(st.sampled_from([True] * 9 + [False])),
         events=draw(st.sampled_from([True, True, False])),

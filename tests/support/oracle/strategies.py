@@ -9,7 +9,7 @@ import random
 
 from hypothesis import strategies as st
 
-from support.strategies import attention_kinds, retention_intervals
+from support.strategies import attention_kinds, layouts, retention_intervals
 
 from .connector import ConnectorSettings
 from .engine_config import OracleSettings
@@ -103,5 +103,5 @@ def cases(draw: st.DrawFn) -> Case:
         settings=settings,
         extra_blocks=draw(st.one_of(small, st.just(2000))),
         retention_interval=draw(retention_intervals(kinds)),
-        shuffle_groups=draw(st.one_of(st.none(), st.integers(0, 3))),
+        layout=draw(layouts),
     )

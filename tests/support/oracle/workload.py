@@ -14,6 +14,7 @@ from support.identity import MultiModalItem, PrefixIdentity, hash64
 from support.kv_configs import (
     MAX_ENCODER_LENGTH,
     AttentionKind,
+    Layout,
     full,
     make_kv_cache_config,
     smallest_pool,
@@ -89,7 +90,7 @@ class Case(ShortRepr):
     settings: OracleSettings = _DEFAULTS
     extra_blocks: int = 0
     retention_interval: int | None = None
-    shuffle_groups: int | None = None
+    layout: Layout = None
     flag_drafts: bool = False
 
     @property
@@ -104,7 +105,7 @@ def make_engine(manager_cls: Any, case: Case, check_integrity: bool = True) -> O
         case.kinds,
         case.num_blocks,
         case.retention_interval,
-        shuffle_groups=case.shuffle_groups,
+        layout=case.layout,
         flag_drafts=case.flag_drafts,
     )
     return OracleEngine(manager_cls, config, case.settings, check_integrity)

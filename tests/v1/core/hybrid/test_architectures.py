@@ -142,7 +142,7 @@ def play(manager_cls: Any, kinds: frozenset[str], caching: bool) -> None:
         operations += [again, Run(4)]
     for i in range(4):
         operations.append(Add(parent=i, shared=500, follow=True, max_tokens=9, encoder=encoder))
-    engine = run_case(manager_cls, Case(model, tuple(operations), settings, 4000, shuffle_groups=1))
+    engine = run_case(manager_cls, Case(model, tuple(operations), settings, 4000, layout=1))
     assert (engine.tokens_from_cache >= 64) == caching
 
     rng = random.Random(f"{model}")

@@ -21,7 +21,8 @@ import pytest
 from support.base_with_states import BaseWithStates
 from support.differential import Difference, Totals, explore, run_program
 from support.kv_configs import KVSetup, full, mla, sliding
-from support.kv_content import Unsafe
+from support.oracle import ReadFault
+from support.oracle.faults import Unsafe
 from support.programs import Program, programs
 from support.requests import RequestPlan
 from support.strategies import attention_kinds
@@ -60,9 +61,9 @@ OPERATIONS = {
 
 def report(name: str, totals: Totals, operations: set[str] = OPERATIONS) -> None:
     print(f"\n{name}: {totals}")
-    assert totals.ops >= 1000, "too few operations to prove anything"
-    assert min(totals.hits) > 0
-    assert min(totals.slots_checked) > 0
+    assert totals.counts["operations"] >= 1000, "too few operations to prove anything"
+    assert min(totals.of_both("hits")) > 0
+    assert min(totals.of_both("slots checked")) > 0
     assert not operations - {name for name, count in totals.effects.items() if count}
 
 
@@ -72,8 +73,8 @@ def test_ample_pools() -> None:
     # Random programs meet a junction so seldom that one is given.
     totals.add(run_program(JUNCTION, KVCacheManager))
     report("ample pools", totals)
-    assert min(totals.junctions) > 0
-    assert totals.compared > 0.95 * totals.ops
+    assert min(totals.of_both("junctions")) > 0
+    assert totals.counts["compared"] > 0.95 * totals.counts["operations"]
 
 
 def test_tight_pools() -> None:
@@ -82,9 +83,9 @@ def test_tight_pools() -> None:
         programs(tight=True), lambda program: run_program(program, KVCacheManager), 250
     )
     report("tight pools", totals)
-    assert min(totals.evictions) > 0
-    assert min(totals.preemptions) > 0
-    assert 0 < totals.compared < totals.ops
+    assert min(totals.of_both("evictions")) > 0
+    assert min(totals.of_both("preemptions")) > 0
+    assert 0 < totals.counts["compared"] < totals.counts["operations"]
 
 
 def test_types_of_one_group_evict_as_base_does() -> None:
@@ -98,8 +99,8 @@ def test_types_of_one_group_evict_as_base_does() -> None:
         200,
     )
     report("types of one group", totals)
-    assert min(totals.evictions) > 0
-    assert totals.compared == totals.ops
+    assert min(totals.of_both("evictions")) > 0
+    assert totals.counts["compared"] == totals.counts["operations"]
 
 
 #: Too seldom for a short run, or not possible with states.
@@ -116,7 +117,7 @@ def test_states(tight: bool) -> None:
     )
     report(f"states, {'tight' if tight else 'ample'} pools", totals, OPERATIONS - SELDOM)
     if not tight:
-        assert totals.compared > 0.95 * totals.ops
+        assert totals.counts["compared"] > 0.95 * totals.counts["operations"]
 
 
 def test_base_agrees_with_itself() -> None:
@@ -127,9 +128,9 @@ def test_base_agrees_with_itself() -> None:
         60,
     )
     print(f"\nbase with itself: {totals}")
-    assert totals.compared == totals.ops >= 1000
-    assert totals.hit_tokens[0] == totals.hit_tokens[1]
-    assert totals.evictions[0] == totals.evictions[1] > 0
+    assert totals.counts["compared"] == totals.counts["operations"] >= 1000
+    assert totals.sides[0]["hit tokens"] == totals.sides[1]["hit tokens"]
+    assert totals.sides[0]["evictions"] == totals.sides[1]["evictions"] > 0
 
 
 # The checks themselves must find faults, or passing them means nothing.
@@ -149,8 +150,8 @@ FAULTY = Program(KVSetup((full(8), sliding(10, 8, 2)), 200, events=True), PLANS,
 
 def test_the_faultless_program_passes() -> None:
     totals = run_program(FAULTY, KVCacheManager)
-    assert totals.compared == totals.ops == len(OPS) + 1
-    assert totals.hits[0] > 0
+    assert totals.counts["compared"] == totals.counts["operations"] == len(OPS) + 1
+    assert totals.sides[0]["hits"] > 0
 
 
 def test_a_block_given_up_too_early_is_found() -> None:
@@ -161,7 +162,7 @@ def test_a_block_given_up_too_early_is_found() -> None:
             )
             return super().allocate_slots(request, *args, **kwargs)
 
-    with pytest.raises(Unsafe, match="which is null"):
+    with pytest.raises(ReadFault, match="which is the null block"):
         run_program(FAULTY, Early)
 
 
@@ -186,7 +187,7 @@ def test_a_hit_on_another_prefix_is_found() -> None:
     setup = KVSetup((mla(8),), 200)
     ops = (("serve", 0, 1), ("finish", 0), ("serve", 1, 0))
     plans = (RequestPlan(((0, 8), (1, 9))), RequestPlan(((0, 8), (2, 9))))
-    with pytest.raises(Unsafe, match="holds another prefix"):
+    with pytest.raises(ReadFault, match="holds a wrong prefix"):
         run_program(Program(setup, plans, ops), Confused, Confused)
 
 

@@ -262,7 +262,7 @@ def test_admission_counts_no_more_than_a_window_recycles(manager_class: Any) -> 
     settings: dict[str, Any] = dict(max_chunk=32, max_model_len=400)
     driver = drive(manager_class, (sliding(33, 16),), ((0, 300),), num_blocks=6, **settings)
     assert serve(driver, 0, 5)["admitted"]
-    assert driver.num_preemptions == 0
+    assert driver.counts["preemptions"] == 0
     driver = drive(manager_class, (sliding(33, 16),), ((0, 300),), num_blocks=5, **settings)
     assert not serve(driver, 0)["admitted"]
 

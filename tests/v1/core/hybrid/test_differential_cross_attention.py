@@ -10,7 +10,7 @@ import pytest
 
 from support.differential import Difference, Totals, explore, run_program
 from support.kv_configs import KVSetup, cross, full
-from support.kv_content import Unsafe
+from support.oracle.faults import Unsafe, WriteFault
 from support.programs import Program, encoder_decoder_programs
 from support.requests import RequestPlan
 from vllm.v1.core.hybrid import KVCacheManager
@@ -27,10 +27,12 @@ def test_random_programs(tight: bool, examples: int) -> None:
     totals = explore(encoder_decoder_programs(tight=tight), run_exactly, examples)
     print(f"\ntight={tight}: {totals}")
     # How long programs get depends on what else is imported; each has some.
-    assert totals.compared == totals.ops >= 10 * totals.programs
-    assert min(totals.slots_checked) > 0
-    assert totals.hits == totals.evictions == [0, 0]
-    assert not tight or min(totals.preemptions) > 0
+    assert (
+        totals.counts["compared"] == totals.counts["operations"] >= 10 * totals.counts["programs"]
+    )
+    assert min(totals.of_both("slots checked")) > 0
+    assert totals.of_both("hits") == totals.of_both("evictions") == [0, 0]
+    assert not tight or min(totals.of_both("preemptions")) > 0
 
 
 #: The second request's encoder states would overwrite the first's.
@@ -43,8 +45,8 @@ PROGRAM = Program(
 
 def test_the_faultless_program_passes() -> None:
     totals = run_exactly(PROGRAM)
-    assert totals.compared == totals.ops == 6
-    assert totals.slots_checked[0] > 0
+    assert totals.counts["compared"] == totals.counts["operations"] == 6
+    assert totals.sides[0]["slots checked"] > 0
 
 
 def test_encoder_blocks_that_are_shared_are_found() -> None:
@@ -65,7 +67,7 @@ def test_encoder_blocks_that_are_lost_are_found() -> None:
                 self.coordinator.single_type_managers[1].free(request.request_id)
             return super().allocate_slots(request, *args, **kwargs)
 
-    with pytest.raises(Unsafe, match="group 1"):
+    with pytest.raises(WriteFault, match=r"groups \[1\]"):
         run_exactly(PROGRAM, Losing)
 
 

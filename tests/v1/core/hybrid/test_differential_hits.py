@@ -53,7 +53,7 @@ def hit_tokens(manager_class: Any, setup: KVSetup, seed: int) -> tuple[int, int]
     for op in ops:
         driver.apply(op)
     driver.wind_down()
-    return driver.hit_tokens, evictions()
+    return driver.counts["hit tokens"], evictions()
 
 
 def test_hit_tokens_with_eviction() -> None:

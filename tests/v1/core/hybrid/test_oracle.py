@@ -43,7 +43,7 @@ def make_engine(
     kinds: tuple = GEMMA,
     extra_blocks: int = 1000,
     retention_interval: int | None = None,
-    shuffle_groups: int | None = 0,
+    layout: int | None = 0,
     **changes: Any,
 ) -> OracleEngine:
     """An engine with a pool that holds everything, unless told otherwise."""
@@ -51,9 +51,7 @@ def make_engine(
     num_blocks = extra_blocks + smallest_pool(
         kinds, settings.max_model_len, settings.max_in_flight_tokens
     )
-    config = make_kv_cache_config(
-        kinds, num_blocks, retention_interval, shuffle_groups=shuffle_groups
-    )
+    config = make_kv_cache_config(kinds, num_blocks, retention_interval, layout=layout)
     return OracleEngine(manager_cls, config, settings)
 
 

@@ -167,7 +167,7 @@ def test_random(kinds: tuple, pipeline_name: str) -> None:
             random_encoder_operations(rng, 30, SETTINGS.max_model_len),
             replace(SETTINGS, **PIPELINES[pipeline_name], **changes),
             extra_blocks=(0, 20)[seed],
-            shuffle_groups=seed,
+            layout=seed,
         )
         run_case(case)
 

@@ -271,7 +271,7 @@ def test_random(kinds: tuple, settings: OracleSettings, pipeline_name: str) -> N
             tuple(random_operations(rng, 40, settings.max_model_len)),
             replace(settings, **PIPELINES[pipeline_name], **changes),
             extra_blocks=(0, 40)[seed],
-            shuffle_groups=seed,
+            layout=seed,
         )
         run_case(BaseManager, case)
 

@@ -65,8 +65,8 @@ def test_shape(manager_cls: Any, kinds: tuple, settings: OracleSettings) -> None
         operations += [Add(tail=40, parent=0, shared=shared, max_tokens=20), Run(3)]
     operations += [Add(tail=0, parent=i, shared=500, follow=True, max_tokens=9) for i in range(8)]
     # Groups of a type side by side, or between those of others.
-    shuffle_groups = 1 if settings.async_scheduling else None
-    case = Case(kinds, tuple(operations), settings, 4000, shuffle_groups=shuffle_groups)
+    layout = 1 if settings.async_scheduling else None
+    case = Case(kinds, tuple(operations), settings, 4000, layout=layout)
     engine = run_case(manager_cls, case)
     # Base caches nothing for a window of one token, which needs no block for a hit.
     if kinds != SHAPES["window of one token"]:
@@ -108,7 +108,7 @@ def case_in_a_small_pool(
 ) -> Case:
     settings = replace(settings, max_num_batched_tokens=(24, 64, 200)[seed], vocab_size=256)
     operations = tuple(random_operations(rng, 40, settings.max_model_len))
-    return Case(kinds, operations, settings, extra_blocks, shuffle_groups=seed)
+    return Case(kinds, operations, settings, extra_blocks, layout=seed)
 
 
 @pytest.mark.parametrize("settings", [PLAIN, ASYNC], ids=["plain", "async"])
