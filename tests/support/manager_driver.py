@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from support.kv_content import Unsafe
 from support.manager_model import ManagerModel, Observation
+from support.oracle.faults import Unsafe
 from support.requests import LiveRequest, make_request, token_at, tokens_of
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus, StreamingUpdate
@@ -97,6 +97,7 @@ class ManagerDriver(ManagerModel):
         if looked_up:
             self.manager.record_prefix_cache_stats(live, hit)
             self.counts.update(hits=hit > 0, hit_tokens=hit, junctions=boundary > 0)
+            live.serial = self.attention.memory.admit(live.request_id)
         self.waiting.remove(live)
         self.running.append(live)
         live.status = RequestStatus.RUNNING
@@ -286,7 +287,6 @@ class ManagerDriver(ManagerModel):
             return {"skipped": "session"}
         live.num_computed_tokens -= live.num_output_placeholders
         self.make_stale(live, drop=True)
-        live.known.clear()
         tokens = tokens_of(path, start=live.num_computed_tokens)
         update = StreamingUpdate(None, tokens, live.max_tokens, 0.0, live.sampling_params)
         Scheduler._update_request_as_session(self.scheduler, live, update)
@@ -365,7 +365,8 @@ class ManagerDriver(ManagerModel):
             "added": self.block_counts(blocks + blocks),
             "clipped": [len(t) for t in clipped],
             "cached": manager.estimate_cached_tokens(live),
-            "remaining": remaining,
+            # With states, base subtracts blocks of steps in flight that these tokens do not need.
+            "remaining": [max(n, 0) for n in remaining] if self.setup.holds_states else remaining,
             "common": manager.get_num_common_prefix_blocks(request_id),
         }
 

@@ -12,10 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from support.kv_configs import KVSetup
-from support.kv_content import KVContent, Unsafe
-from support.requests import LiveRequest, RequestPlan, StepInFlight, block_hasher
+from support.identity import PrefixIdentity
+from support.kv_configs import MAX_ENCODER_LENGTH, KVSetup
+from support.oracle.attention import Attention
+from support.oracle.block_tables import BlockTables
+from support.oracle.faults import Unsafe
+from support.oracle.sequences import Sequences
+from support.oracle.step import RequestState, Step
+from support.requests import LiveRequest, RequestPlan, StepInFlight, block_hasher, encoder_input
 from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent
 
 Observation = dict[str, Any]
@@ -46,12 +52,15 @@ class ManagerModel:
         self.groups = setup.groups
         self.manager = setup.build(manager_class)
         self.hasher = block_hasher(setup.resolved_hash_block_size) if setup.caching else None
-        self.content = KVContent(self.groups)
+        tables = BlockTables(setup.kv_cache_config(), 1, setup.max_model_len)
+        self.attention = Attention(
+            tables, Sequences(1, setup.max_model_len, 1), Sequences(1, MAX_ENCODER_LENGTH, 1)
+        )
         self.waiting: list[LiveRequest] = []
         self.running: list[LiveRequest] = []
         # Popped with pop_blocks_for_free, not yet returned: the blocks, their ids.
         self.deferred: list[tuple[list[Any], set[int]]] = []
-        self.num_requests = 0
+        self.num_requests = self.num_steps = 0
         #: Of hits, hit tokens, junctions, preemptions, and of drafts accepted and rejected.
         self.counts: Counter[str] = Counter()
         self.max_steps = setup.max_steps
@@ -100,7 +109,9 @@ class ManagerModel:
         if usable and abs(usage - len(used) / usable) > 1e-9:
             raise Unsafe(f"usage is {usage}, but {len(used)} of {usable} blocks are in use")
         for live in self.running:
-            self.check_steps_in_flight(live, tables[live.request_id])
+            for step in live.steps:
+                if not step.stale:
+                    self.attention.check_held(step.on_device, self.manager.get_block_ids)
         if hasattr(self.manager, "check_integrity"):
             self.manager.check_integrity()
         seen: Observation = {"free": free, "usage": round(usage, 9)}
@@ -113,25 +124,6 @@ class ManagerModel:
             raise Unsafe("events although they are off")
         return seen
 
-    def check_steps_in_flight(self, live: LiveRequest, tables: Tables) -> None:
-        """Blocks that a step in flight reads or writes are still in the request's tables."""
-        start = min((step.start for step in live.steps if not step.stale), default=None)
-        if start is None:
-            return
-        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            first = kind.first_column(start, start)
-            num_tokens = live.plan.encoder if kind.of_encoder else live.num_computed_tokens
-            end = -(-num_tokens // kind.block_size)
-            if kind.of_encoder and len(table) < end:
-                raise Unsafe(f"{live.request_id} group {group} lost blocks: {table}")
-            if kind.holds_states:
-                end = first + 1  # the states between are null
-            if 0 in table[max(first, 0) : end]:
-                raise Unsafe(
-                    f"{live.request_id} group {group}: a block that the step at token {start} "
-                    f"reads was given up: {table}"
-                )
-
     def block_counts(self, blocks: Any) -> list[int]:
         return [len(ids) for ids in blocks.get_block_ids()]
 
@@ -140,8 +132,40 @@ class ManagerModel:
         blocks, hit, boundary = self.manager.get_computed_blocks(live)
         if not 0 <= hit < live.num_tokens:
             raise Unsafe(f"{live.request_id} hits {hit} of {live.num_tokens} tokens")
-        self.content.check_hit(blocks.get_block_ids(), live.identities(hit), hit)
+        self.check_hit(live, blocks.get_block_ids(), hit)
         return blocks, hit, boundary
+
+    def check_hit(self, live: LiveRequest, tables: Tables, hit: int) -> None:
+        """A prefix hit can be resumed from, in every group.
+
+        Blocks that the hit gives but that no later token attends to must be right, too.
+        """
+        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
+            if hit % kind.block_size or len(table) * kind.block_size != hit:
+                raise Unsafe(f"group {group}: {len(table)} blocks for a hit of {hit} tokens")
+            if kind.holds_states and any(table[:-1]):
+                raise Unsafe(f"group {group} hits more than the state at the end: {table}")
+        if hit:
+            step = self.step(live, tables, hit, hit)
+            self.attention.fetch_states(step)
+            self.attention.check_kv(step)
+            for kv, captured in zip(self.attention.tables.types, step.tables, strict=True):
+                if not kv.kind.holds_states:
+                    given = self.attention.slots(step, kv, captured, 0 * step.starts, step.starts)
+                    wrong = self.attention.memory.wrong(given) & (given.blocks != 0)
+                    self.attention.check(step, given, wrong, "kv")
+
+    def step(self, live: LiveRequest, tables: Tables, start: int, end: int) -> Step:
+        """A step of a request that computes positions ``[start, end)`` in these blocks."""
+        attention, num_encoder = self.attention, live.plan.encoder
+        attention.tables.clear(0)
+        attention.tables.append(0, tables)
+        attention.sequences.start(0, live.tokens(end), live.plan.identity)
+        encoder_identity = PrefixIdentity(encoder_input(live.request_id))
+        attention.encoder_states.start(0, range(num_encoder), encoder_identity)
+        state = RequestState(live.request_id, 0, live.serial, tables, 0, num_encoder)
+        starts, counts = np.array([start]), np.array([end - start])
+        return Step(self.num_steps, [state], starts, counts, attention.tables)
 
     def num_runnable(self, live: LiveRequest) -> int:
         """Tokens of a running request that can be scheduled now."""
@@ -176,14 +200,14 @@ class ManagerModel:
             if ids and table[-len(ids) :] != ids:
                 raise Unsafe(f"{live.request_id} group {group}: {ids} is not the end of {table}")
         self.check_zeroing(new_ids)
-        self.check_slots(live, tables, live.num_computed_tokens + num_tokens)
-        identities = live.identities(end)
-        identities[end - num_rejected :] = [-live.num_tokens] * num_rejected
         self.counts.update(accepted=num_drafts - num_rejected, rejected=num_rejected)
-        step = identities, start, end, live.encoder_identities()
-        self.content.check_states(tables, identities, start)
-        self.content.write(tables, *step)
-        self.content.check_step(tables, *step)
+        step = self.step(live, tables, start, end)
+        self.attention.sequences.identities[0, end - num_rejected : end] = live.num_tokens
+        # There are slots for the step's tokens and for what the drafter looks ahead.
+        slots_end = live.num_computed_tokens + num_tokens + self.setup.num_lookahead
+        self.attention.check_slots(step, np.array([min(slots_end, self.setup.max_model_len)]))
+        self.attention.forward(step)
+        self.num_steps += 1
         live.num_computed_tokens += num_tokens
         live.num_in_flight_tokens += num_tokens
         samples = live.num_computed_tokens >= live.num_tokens + live.num_output_placeholders
@@ -191,17 +215,8 @@ class ManagerModel:
         # Base's synchronous scheduler keeps no placeholders: it waits for each output.
         if samples and self.max_steps > 1:
             live.num_output_placeholders += 1 + num_drafts
-        live.steps.append(StepInFlight(start, num_tokens, samples, num_drafts, num_rejected))
+        live.steps.append(StepInFlight(step, num_tokens, samples, num_drafts, num_rejected))
         return {"scheduled": num_tokens, "new_blocks": [len(ids) for ids in new_ids]}
-
-    def check_slots(self, live: LiveRequest, tables: Tables, end: int) -> None:
-        """There are slots for the step's tokens and for what the drafter looks ahead."""
-        end = min(end + self.setup.num_lookahead, self.setup.max_model_len)
-        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            if not kind.of_encoder and len(table) * kind.block_size < end:
-                raise Unsafe(
-                    f"{live.request_id} group {group}: {len(table)} blocks for {end} tokens"
-                )
 
     def check_zeroing(self, new_ids: Sequence[list[int]]) -> None:
         """The blocks to zero are exactly the new ones, where base zeroes at all."""

@@ -8,15 +8,18 @@ made from it, together with what identifies the KV at each of its positions.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from support.identity import MultiModalItem, PrefixIdentity, prefix_identities
+from support.identity import MultiModalItem, PrefixIdentity
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from support.oracle.step import Step
 
 Hasher = Callable[[Request], list[BlockHash]]
 
@@ -135,38 +138,29 @@ def make_request(plan: RequestPlan, request_id: str, hasher: Hasher | None) -> "
 
 
 class LiveRequest(Request):
-    """A request with the identity of the KV at each of its positions, and its steps in flight."""
+    """A request and its steps in flight."""
 
     def __init__(self, plan: RequestPlan, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.plan = plan
         self.steps: list[StepInFlight] = []
-        #: Of positions; to be cleared when the request's tokens change.
-        self.known: list[int] = []
+        #: Tells what this admission writes from what others do.
+        self.serial = 0
 
-    def identities(self, end: int) -> list[int]:
-        """Identities of the first ``end`` positions, also of tokens that are yet to be sampled."""
-        if end > len(self.known):
-            tokens = list(self.all_token_ids)
-            upcoming = range(len(tokens), end + 64)
-            tokens += [token_at(self.plan.output, position) for position in upcoming]
-            self.known = prefix_identities(tokens, self.plan.identity).tolist()
-        return self.known[:end]
-
-    def encoder_identities(self) -> list[int]:
-        """Identities of what an encoder makes of the request's input."""
-        identity = PrefixIdentity(encoder_input(self.request_id))
-        return prefix_identities(range(self.plan.encoder), identity).tolist()
+    def tokens(self, end: int) -> list[int]:
+        """All tokens, and those that are yet to be sampled of the first ``end``."""
+        known = list(self.all_token_ids)
+        return known + [token_at(self.plan.output, i) for i in range(len(known), end)]
 
 
 @dataclass
 class StepInFlight:
-    """One request's share of a step: positions ``start`` to ``start + num_tokens``.
+    """One request's share of a step, of ``num_tokens`` positions.
 
     The last ``num_drafts`` of them are drafts, and the last ``num_rejected`` of those are wrong.
     """
 
-    start: int
+    on_device: "Step"
     num_tokens: int
     samples: bool
     num_drafts: int = 0

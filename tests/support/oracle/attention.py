@@ -54,19 +54,23 @@ class Attention:
         each other's (two that share a prefix, admitted together). States are fetched before
         the layers run: what another request computes in the same step is not there yet.
         """
-        types = list(zip(self.tables.types, step.tables, strict=True))
-        fetched = [
-            self.states(step, tables, captured, step.starts)
-            for tables, captured in types
-            if tables.kind.holds_states
-        ]
-        for states in fetched:
-            self.check(step, states, self.memory.wrong(states), "states")
-        for tables, captured in types:
+        fetched = self.fetch_states(step)
+        for tables, captured in zip(self.tables.types, step.tables, strict=True):
             self._write(step, tables, captured)
         for states in fetched:
             self._check_kept(step, states)
         self.check_kv(step)
+
+    def fetch_states(self, step: Step) -> list[Slots]:
+        """The states that the step starts from, compared with those of the requests' prefixes."""
+        fetched = [
+            self.states(step, tables, captured, step.starts)
+            for tables, captured in zip(self.tables.types, step.tables, strict=True)
+            if tables.kind.holds_states
+        ]
+        for states in fetched:
+            self.check(step, states, self.memory.wrong(states), "states")
+        return fetched
 
     def check_kv(self, step: Step) -> None:
         """Compare all KV that the step reads with the requests' own prefixes."""
@@ -109,7 +113,7 @@ class Attention:
         index: np.ndarray,
         positions: np.ndarray,
         columns: np.ndarray,
-        offsets: np.ndarray | int = 0,
+        offsets: np.ndarray | None = None,
     ) -> Slots:
         sequences = self.encoder_states if tables.of_encoder else self.sequences
         return Slots(
@@ -118,7 +122,7 @@ class Attention:
             serials=step.serials[index],
             positions=positions,
             blocks=captured[:, index, columns],
-            offsets=offsets,
+            offsets=np.zeros_like(index) if offsets is None else offsets,
             contents=sequences.identities[step.rows[index], positions],
         )
 

@@ -29,7 +29,7 @@ class Slots:
     positions: np.ndarray
     #: Physical blocks, ``[group, slot]``.
     blocks: np.ndarray
-    offsets: np.ndarray | int
+    offsets: np.ndarray
     #: The identities of the prefixes that they are for.
     contents: np.ndarray
 

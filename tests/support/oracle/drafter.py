@@ -34,15 +34,6 @@ from .step import RequestState, Step
 _GUESS = np.uint64(hash64("a guess"))
 
 
-def draft_group_ids(config: KVCacheConfig) -> list[int]:
-    """The KV cache groups that have layers of the drafter."""
-    return [
-        group_id
-        for group_id, group in enumerate(config.kv_cache_groups)
-        if any(name.startswith(DRAFT_LAYER) for name in group.layer_names)
-    ]
-
-
 class Drafter:
     """Writes and checks the KV of draft layers.
 
@@ -62,11 +53,14 @@ class Drafter:
         self.depth = settings.draft_depth
         #: For prefixes that have been computed, the admission that did it first.
         self._computed_by: dict[int, int] = {}
-        drafting = set(draft_group_ids(config))
+        drafting = [
+            any(name.startswith(DRAFT_LAYER) for name in group.layer_names)
+            for group in config.kv_cache_groups
+        ]
         #: Index among the types, the places of its groups with draft layers, and tables for these.
         self.types: list[tuple[int, list[int], TypeTables]] = []
         for i, tables in enumerate(attention.tables.types):
-            places = [p for p, g in enumerate(tables.group_ids) if g in drafting]
+            places = [p for p, g in enumerate(tables.group_ids) if drafting[g]]
             if places:
                 tables.num_reread = max(self.depth - 1, 0)
                 self.types.append((i, places, tables.only(places)))

@@ -39,15 +39,16 @@ _PLAIN = PrefixIdentity()
 class Submission:
     """A request as its client sees it."""
 
-    req_id: str
-    prompt: list[int]
-    max_tokens: int
-    identity: PrefixIdentity
-    stop_tokens: tuple[int, ...]
     request: Request
+    prompt: list[int]
+    identity: PrefixIdentity
     outputs: list[int] = field(default_factory=list)
     finished: bool = False
     aborted: bool = False
+
+    @property
+    def req_id(self) -> str:
+        return self.request.request_id
 
 
 class OracleEngine:
@@ -158,9 +159,7 @@ class OracleEngine:
             **options,
         )
         self.worker.announce(req_id, identity, encoder_length)
-        self.submissions[req_id] = Submission(
-            req_id, list(prompt), max_tokens, identity, tuple(stop_tokens), request
-        )
+        self.submissions[req_id] = Submission(request, list(prompt), identity)
         self.scheduler.add_request(request)
         self._check_manager()
         return req_id
@@ -269,10 +268,10 @@ class OracleEngine:
         submission = self.submissions[req_id]
         return expected_tokens(
             submission.prompt,
-            submission.max_tokens,
+            submission.request.max_tokens,
             self.settings.vocab_size,
             submission.identity,
-            submission.stop_tokens,
+            submission.request.sampling_params.stop_token_ids,
             self.settings.max_model_len,
         )
 

@@ -78,17 +78,13 @@ class OracleSettings(ShortRepr):
 
 
 @functools.cache
-def _model_config() -> ModelConfig:
+def _base_config() -> VllmConfig:
     # Building one takes seconds the first time on a machine, so there is one per process.
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_MODEL))
-        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32")
-
-
-@functools.cache
-def _base_config() -> VllmConfig:
+        model_config = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32")
     # A block size that no platform warns about; each engine has its own.
-    return VllmConfig(model_config=_model_config(), cache_config=CacheConfig(block_size=32))
+    return VllmConfig(model_config=model_config, cache_config=CacheConfig(block_size=32))
 
 
 @functools.cache

@@ -22,5 +22,9 @@ class ProtocolFault(OracleFault):
     """The scheduler's messages to the worker do not add up."""
 
 
+class Unsafe(OracleFault):
+    """A manager alone, without a scheduler, shows what contradicts its own bookkeeping."""
+
+
 class OutcomeFault(OracleFault):
     """A request ended wrongly, never ended, or left blocks behind."""

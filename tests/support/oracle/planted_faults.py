@@ -10,8 +10,8 @@ import copy
 import functools
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import hash_block_tokens
@@ -29,6 +29,13 @@ def plant(fault: type, manager_cls: type) -> type:
     return type(fault.__name__, (fault, manager_cls), {})
 
 
+class Fault(AnyManager):
+    @functools.cached_property
+    def noted(self) -> dict[Any, Any]:
+        """What a fault remembers between calls."""
+        return {}
+
+
 class Reported:
     """Blocks of which the scheduler reads other ids than they have."""
 
@@ -43,7 +50,7 @@ class Reported:
         return getattr(self._blocks, name)
 
 
-class ReportsOtherIds(AnyManager):
+class ReportsOtherIds(Fault):
     """The worker gets other ids for an admitted request than the manager has."""
 
     def get_blocks(self, request_id: str) -> Any:
@@ -59,30 +66,17 @@ def with_group(ids: Ids, group: int, group_ids: list[int]) -> Ids:
     return (*ids[:group], group_ids, *ids[group + 1 :])
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class GivesOutABlockOfAnotherRequest(ReportsOtherIds):
     """The last block of an admitted request is the one of the request before it."""
 
-    last_ids: Ids | None = None
+    group = 0
 
     def reported(self, request_id: str, ids: Ids) -> Ids:
-        other, self.last_ids = self.last_ids, ids
-        group = self.group()
+        other, self.noted["last"] = self.noted.get("last"), ids
+        group = self.group
         if other is None or not other[group]:
             return ids
         return with_group(ids, group, [*ids[group][:-1], other[group][-1]])
-
-    def group(self) -> int:
-        return 0
 
 
 class FreesARequestAStepEarly(AnyManager):
@@ -113,7 +107,7 @@ class HashesOtherwise(AnyManager):
     left_out: tuple[str, Any]
 
     def hash_blocks(self, hasher: Callable[[Request], Any], request: Request) -> Any:
-        with _replaced(request, *self.left_out):
+        with mock.patch.object(request, *self.left_out):
             return hasher(request)
 
     def get_computed_blocks(self, request: Request) -> Any:
@@ -156,40 +150,37 @@ class HashesBlocksWithoutPrefix(HashesOtherwise):
 
 
 class ShortensWindows(AnyManager):
-    """Sliding windows are kept too short."""
+    """Sliding windows are kept too short, by what `num_short` says for a block size."""
+
+    num_short: Any
 
     def __init__(self, kv_cache_config: Any, **kwargs: Any) -> None:
         config = copy.deepcopy(kv_cache_config)
         for group in config.kv_cache_groups:
             spec = group.kv_cache_spec
             if isinstance(spec, SlidingWindowSpec):
-                window = spec.sliding_window - self.num_short(spec)
+                window = spec.sliding_window - self.num_short(spec.block_size)
                 object.__setattr__(spec, "sliding_window", max(window, 1))
         super().__init__(kv_cache_config=config, **kwargs)
-
-    def num_short(self, spec: SlidingWindowSpec) -> int:
-        raise NotImplementedError
 
 
 class WindowShortByAToken(ShortensWindows):
     """Sliding windows are kept one token short."""
 
-    def num_short(self, spec: SlidingWindowSpec) -> int:
-        return 1
+    num_short = staticmethod(lambda block_size: 1)
 
 
 class WindowShortByABlock(ShortensWindows):
     """Sliding windows are kept one block short."""
 
-    def num_short(self, spec: SlidingWindowSpec) -> int:
-        return spec.block_size
+    num_short = staticmethod(lambda block_size: block_size)
 
 
 class ForgetsStepsInFlight(AnyManager):
     """Blocks leave a window although a step in flight still reads them."""
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        with _replaced(request, "num_in_flight_tokens", 0):
+        with mock.patch.object(request, "num_in_flight_tokens", 0):
             return super().allocate_slots(request, *args, **kwargs)
 
 
@@ -210,18 +201,14 @@ class AllocatesASlotTooFew(AnyManager):
 class HandsOutItsOwnLists(ReportsOtherIds):
     """The lists of block ids sent to the worker are the manager's, which it extends."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.lists: dict[str, Ids] = {}
-
     def reported(self, request_id: str, ids: Ids) -> Ids:
-        self.lists[request_id] = ids
+        self.noted[request_id] = ids
         return ids
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         blocks = super().allocate_slots(request, *args, **kwargs)
         if blocks is not None and request.num_computed_tokens:
-            own = self.lists[request.request_id]
+            own = self.noted[request.request_id]
             for mine, new in zip(own, blocks.get_block_ids(), strict=True):
                 mine.extend(new)
         return blocks

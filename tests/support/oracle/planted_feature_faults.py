@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 
 from .planted_faults import (
     AnyManager,
+    Fault,
     GivesOutABlockOfAnotherRequest,
     Ids,
     ReportsOtherIds,
@@ -27,7 +28,8 @@ def _group_with(config: KVCacheConfig, spec_cls: type) -> int:
 class GivesOutTheStateBlockOfAnotherRequest(GivesOutABlockOfAnotherRequest):
     """An admitted request keeps its state where the request before it does."""
 
-    def group(self) -> int:
+    @property
+    def group(self) -> int:  # type: ignore[override]
         return _group_with(self.kv_cache_config, MambaSpec)
 
 
@@ -38,24 +40,23 @@ class HitsTheStateOfAnEarlierBoundary(ReportsOtherIds):
     of the chunk before if one request ran alone.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.handed_out: list[int] = []
-        self.group = _group_with(self.kv_cache_config, MambaSpec)
-
     def allocate_slots(self, *args: Any, **kwargs: Any) -> Any:
         blocks = super().allocate_slots(*args, **kwargs)
         if blocks is not None:
-            self.handed_out += [i for i in blocks.get_block_ids()[self.group] if i]
+            group = _group_with(self.kv_cache_config, MambaSpec)
+            self.noted.setdefault("handed out", []).extend(
+                filter(None, blocks.get_block_ids()[group])
+            )
         return blocks
 
     def reported(self, request_id: str, ids: Ids) -> Ids:
-        states = list(ids[self.group])
+        group = _group_with(self.kv_cache_config, MambaSpec)
+        states, handed_out = list(ids[group]), self.noted["handed out"]
         hit = [column for column, i in enumerate(states[:-1]) if i]
         if hit:
-            earlier = self.handed_out.index(states[hit[0]]) - 1
-            states[hit[0]] = self.handed_out[max(earlier, 0)]
-        return with_group(ids, self.group, states)
+            earlier = handed_out.index(states[hit[0]]) - 1
+            states[hit[0]] = handed_out[max(earlier, 0)]
+        return with_group(ids, group, states)
 
 
 class HitsStatesOfTheSameStep(AnyManager):
@@ -93,51 +94,42 @@ class ReportsOtherEncoderIds(ReportsOtherIds):
 class GivesOutTheEncoderBlocksOfAnotherRequest(ReportsOtherEncoderIds):
     """An admitted request's encoder states go where those of the request before it are."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.last_ids: dict[int, list[int]] = {}
-
     def reported_group(self, request_id: str, group: int, ids: list[int]) -> list[int]:
-        other = self.last_ids.get(group, [])
-        self.last_ids[group] = ids
+        other, self.noted[group] = self.noted.get(group, []), ids
         return other if len(other) == len(ids) else ids
 
 
 class KeepsEncoderBlocksAfterPreemption(ReportsOtherEncoderIds):
     """A request that was preempted resumes with the encoder blocks that it had."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.first_ids: dict[tuple[str, int], list[int]] = {}
-
     def reported_group(self, request_id: str, group: int, ids: list[int]) -> list[int]:
-        return self.first_ids.setdefault((request_id, group), ids)
+        return self.noted.setdefault((request_id, group), ids)
 
 
 class MiscountsEncoderTokens(AnyManager):
-    """Cross attention gets slots for another number of tokens than the encoder makes."""
+    """Cross attention gets slots for another number of tokens than the encoder makes.
+
+    `miscounted` makes it from that number and the number of the decoder's new tokens.
+    """
+
+    miscounted: Any
 
     def allocate_slots(self, request: Request, num_new: int, *args: Any, **kwargs: Any) -> Any:
         if num_encoder := kwargs.get("num_encoder_tokens"):
             kwargs["num_encoder_tokens"] = self.miscounted(num_encoder, num_new)
         return super().allocate_slots(request, num_new, *args, **kwargs)
 
-    def miscounted(self, num_encoder: int, num_new: int) -> int:
-        raise NotImplementedError
-
 
 class AllocatesAnEncoderSlotTooFew(MiscountsEncoderTokens):
     """The encoder's last token has no slot, if the others fill their blocks."""
 
-    def miscounted(self, num_encoder: int, num_new: int) -> int:
-        return num_encoder - 1
+    miscounted = staticmethod(lambda num_encoder, num_new: num_encoder - 1)
 
 
 class AllocatesTheEncodersBlocksByDecoderTokens(MiscountsEncoderTokens):
     """Cross attention gets slots for as many tokens as the decoder computes."""
 
-    def miscounted(self, num_encoder: int, num_new: int) -> int:
-        return num_new
+    miscounted = staticmethod(lambda num_encoder, num_new: num_new)
 
 
 class FreesTheEncodersBlocksAfterTheFirstStep(AnyManager):
@@ -221,19 +213,15 @@ class CachesAFailedLoad(AnyManager):
         super().cache_blocks(request, request.num_tokens)
 
 
-class ReleasesWhatIsSent(AnyManager):
+class ReleasesWhatIsSent(Fault):
     """The blocks of a request that has ended are free before they were sent on."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ended: set[str] = set()
-
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> Any:
-        self.ended.add(request_id)
+        self.noted[request_id] = "ended"
         return super().get_block_ids_for_computed_tokens(request_id, num_computed_tokens)
 
     def new_step_starts(self) -> None:
         super().new_step_starts()
-        for request_id in self.ended:
+        for request_id in self.noted:
             self.coordinator.free(request_id)
-        self.ended.clear()
+        self.noted.clear()

@@ -5,7 +5,6 @@ It keeps block tables as vLLM's model runners do, plays each step's writes and r
 model of device memory, and samples tokens that depend on nothing but the request's prefix.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from .attention import Attention
 from .block_tables import BlockTables
 from .connector import ConnectorWorker, Transfers
-from .drafter import Drafter, draft_group_ids
+from .drafter import Drafter
 from .engine_config import OracleSettings
 from .faults import ProtocolFault
 from .sequences import Sequences
@@ -41,19 +40,12 @@ class SimulatedWorker:
         self.settings = settings
         num_rows = settings.max_num_seqs * (settings.steps_in_flight + 2)
         self.tables = BlockTables(kv_cache_config, num_rows, settings.max_model_len)
-        # Identities are compared block by block, for each block size.
-        unit = math.lcm(*self.tables.block_sizes)
         num_ahead = (settings.num_spec_tokens + 1) * (settings.steps_in_flight + 1)
-
-        def sequences(longest: int) -> Sequences:
-            return Sequences(num_rows, -(-longest // unit) * unit, settings.vocab_size)
-
-        self.sequences = sequences(settings.max_model_len + num_ahead)
-        self.encoder_states = sequences(MAX_ENCODER_LENGTH)
+        longest = settings.max_model_len + num_ahead
+        self.sequences = Sequences(num_rows, longest, settings.vocab_size)
+        self.encoder_states = Sequences(num_rows, MAX_ENCODER_LENGTH, settings.vocab_size)
         self.attention = Attention(self.tables, self.sequences, self.encoder_states)
-        self.drafter: Drafter | None = None
-        if draft_group_ids(kv_cache_config):
-            self.drafter = Drafter(kv_cache_config, settings, self.attention)
+        self.drafter = Drafter(kv_cache_config, settings, self.attention)
         self.num_steps = 0
         self.tokens_from_cache = 0
         self.num_drafts_accepted = 0
@@ -256,7 +248,7 @@ class SimulatedWorker:
                 self._check_positions(step, 0)
                 self.attention.forward(step)
                 sampled = self._sample(step)
-            if self.drafter is not None:
+            if self.drafter.types:
                 self.drafter.run(step)
         req_ids = [state.req_id for state in step.requests]
         self._free_rows += step.retired_rows

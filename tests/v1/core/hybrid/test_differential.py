@@ -21,7 +21,8 @@ import pytest
 from support.base_with_states import BaseWithStates
 from support.differential import Difference, Totals, explore, run_program
 from support.kv_configs import KVSetup, full, mla, sliding
-from support.kv_content import Unsafe
+from support.oracle import ReadFault
+from support.oracle.faults import Unsafe
 from support.programs import Program, programs
 from support.requests import RequestPlan
 from support.strategies import attention_kinds
@@ -161,7 +162,7 @@ def test_a_block_given_up_too_early_is_found() -> None:
             )
             return super().allocate_slots(request, *args, **kwargs)
 
-    with pytest.raises(Unsafe, match="which is null"):
+    with pytest.raises(ReadFault, match="which is the null block"):
         run_program(FAULTY, Early)
 
 
@@ -186,7 +187,7 @@ def test_a_hit_on_another_prefix_is_found() -> None:
     setup = KVSetup((mla(8),), 200)
     ops = (("serve", 0, 1), ("finish", 0), ("serve", 1, 0))
     plans = (RequestPlan(((0, 8), (1, 9))), RequestPlan(((0, 8), (2, 9))))
-    with pytest.raises(Unsafe, match="holds another prefix"):
+    with pytest.raises(ReadFault, match="holds a wrong prefix"):
         run_program(Program(setup, plans, ops), Confused, Confused)
 
 

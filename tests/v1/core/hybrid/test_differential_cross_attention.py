@@ -10,7 +10,7 @@ import pytest
 
 from support.differential import Difference, Totals, explore, run_program
 from support.kv_configs import KVSetup, cross, full
-from support.kv_content import Unsafe
+from support.oracle.faults import Unsafe, WriteFault
 from support.programs import Program, encoder_decoder_programs
 from support.requests import RequestPlan
 from vllm.v1.core.hybrid import KVCacheManager
@@ -65,7 +65,7 @@ def test_encoder_blocks_that_are_lost_are_found() -> None:
                 self.coordinator.single_type_managers[1].free(request.request_id)
             return super().allocate_slots(request, *args, **kwargs)
 
-    with pytest.raises(Unsafe, match="group 1"):
+    with pytest.raises(WriteFault, match=r"groups \[1\]"):
         run_exactly(PROGRAM, Losing)
 
 

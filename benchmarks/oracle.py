@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the oracle: PYTHONPATH=tests python -m support.oracle"""
+"""The speed of the tests' content oracle: PYTHONPATH=tests python benchmarks/oracle.py"""
 
 import itertools
 import time
 from typing import Any
 
 from support.kv_configs import full, sliding
+from support.oracle.engine_config import OracleSettings
+from support.oracle.workload import Add, Case, apply, make_engine
 from vllm.v1.core.hybrid import KVCacheManager as HybridManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseManager
-
-from .engine_config import OracleSettings
-from .workload import Add, Case, apply, make_engine
 
 _BATCH = 8
 
