@@ -172,11 +172,17 @@ class ManagerModel:
         num_rejected = random.Random(start).randint(0, num_drafts)
         tables = self.manager.get_block_ids(live.request_id)
         new_ids = new_blocks.get_block_ids()
-        for group, (table, ids) in enumerate(zip(tables, new_ids, strict=True)):
+        # There are slots for the step's tokens and for what the drafter looks ahead.
+        slots_end = live.num_computed_tokens + num_tokens + self.setup.num_lookahead
+        slots_end = min(slots_end, self.setup.max_model_len)
+        groups = zip(self.groups, tables, new_ids, strict=True)
+        for group, (kind, table, ids) in enumerate(groups):
+            where = f"{live.request_id} group {group}"
             if ids and table[-len(ids) :] != ids:
-                raise Unsafe(f"{live.request_id} group {group}: {ids} is not the end of {table}")
+                raise Unsafe(f"{where}: {ids} is not the end of {table}")
+            if not kind.of_encoder and len(table) * kind.block_size < slots_end:
+                raise Unsafe(f"{where}: {len(table)} blocks for {slots_end} tokens")
         self.check_zeroing(new_ids)
-        self.check_slots(live, tables, live.num_computed_tokens + num_tokens)
         identities = live.identities(end)
         identities[end - num_rejected :] = [-live.num_tokens] * num_rejected
         self.counts.update(accepted=num_drafts - num_rejected, rejected=num_rejected)
@@ -193,15 +199,6 @@ class ManagerModel:
             live.num_output_placeholders += 1 + num_drafts
         live.steps.append(StepInFlight(start, num_tokens, samples, num_drafts, num_rejected))
         return {"scheduled": num_tokens, "new_blocks": [len(ids) for ids in new_ids]}
-
-    def check_slots(self, live: LiveRequest, tables: Tables, end: int) -> None:
-        """There are slots for the step's tokens and for what the drafter looks ahead."""
-        end = min(end + self.setup.num_lookahead, self.setup.max_model_len)
-        for group, (kind, table) in enumerate(zip(self.groups, tables, strict=True)):
-            if not kind.of_encoder and len(table) * kind.block_size < end:
-                raise Unsafe(
-                    f"{live.request_id} group {group}: {len(table)} blocks for {end} tokens"
-                )
 
     def check_zeroing(self, new_ids: Sequence[list[int]]) -> None:
         """The blocks to zero are exactly the new ones, where base zeroes at all."""
