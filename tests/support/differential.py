@@ -107,10 +107,8 @@ def run_program(
         }
         history.append(f"{number} {op}: {brief}")
     for side, driver, count in zip(SIDES, drivers, evicted, strict=True):
-        counts = driver.counts | Counter(
-            evictions=count(), slots_checked=driver.attention.reads.total()
-        )
-        totals.update({f"{side} {name}": number for name, number in counts.items()})
+        more = Counter(evictions=count(), slots_checked=driver.attention.reads.total())
+        totals.update({f"{side} {name}": number for name, number in (driver.counts | more).items()})
     return totals
 
 

@@ -46,10 +46,8 @@ def random_text(length: int, seed: int) -> str:
 
 def prompts(lengths: Sequence[int], seed: int, shared: Sequence[int] = ()) -> list[list[int]]:
     """A prompt of each length; they differ after their ``shared`` beginning."""
-    return [
-        [*shared, *random_tokens(length - len(shared), seed + i)]
-        for i, length in enumerate(lengths)
-    ]
+    own = (random_tokens(length - len(shared), seed + i) for i, length in enumerate(lengths))
+    return [[*shared, *tokens] for tokens in own]
 
 
 def with_changed_token(prompt: Sequence[int], distance: int) -> list[int]:

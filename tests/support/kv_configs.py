@@ -90,12 +90,12 @@ class AttentionKind(ShortRepr):
         if self.kind == "sliding":
             shape |= {"sliding_window": self.window, "extra_retained_tokens": self.retained}
             return SlidingWindowSpec(**shape)
-        unbounded = {
+        others = {
             "full": FullAttentionSpec,
             "mla": MLAAttentionSpec,
             "cross": CrossAttentionSpec,
         }
-        return unbounded[self.kind](**shape)
+        return others[self.kind](**shape)
 
     @property
     def holds_states(self) -> bool:
@@ -173,22 +173,20 @@ class AttentionKind(ShortRepr):
             return min(width, 2 + (1 + (self.checkpoint_alignment is not None)) * in_flight)
         if self.window is None:
             return width
-        return self.spec().max_admission_blocks_per_request(  # type: ignore[attr-defined]
-            max_in_flight_tokens, max_model_len
-        )
+        spec: Any = self.spec()
+        return spec.max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
 
 
-full, mla, mamba, cross = (
-    partial(AttentionKind, kind) for kind in ("full", "mla", "mamba", "cross")
-)
+full, mla = partial(AttentionKind, "full"), partial(AttentionKind, "mla")
+mamba, cross = partial(AttentionKind, "mamba"), partial(AttentionKind, "cross")
 
 
-def sliding(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("sliding", block_size, num_groups, window, **kwargs)
+def _windowed(kind: str, window: int, *shape: int, **kwargs: Any) -> AttentionKind:
+    """``shape`` is the block size and the number of groups, as for other kinds."""
+    return AttentionKind(kind, *shape, window=window, **kwargs)
 
 
-def chunked(window: int, block_size: int = 16, num_groups: int = 1, **kwargs: Any) -> AttentionKind:
-    return AttentionKind("chunked", block_size, num_groups, window, **kwargs)
+sliding, chunked = partial(_windowed, "sliding"), partial(_windowed, "chunked")
 
 
 def kind_of(spec: KVCacheSpec) -> AttentionKind:
@@ -238,9 +236,8 @@ def smallest_pool(
     kinds: Sequence[AttentionKind], max_model_len: int, max_in_flight_tokens: int
 ) -> int:
     """Blocks with which one request of the greatest length just fits, null block included."""
-    return 1 + sum(
-        kind.num_groups * kind.max_blocks(max_model_len, max_in_flight_tokens) for kind in kinds
-    )
+    limits = max_model_len, max_in_flight_tokens
+    return 1 + sum(kind.num_groups * kind.max_blocks(*limits) for kind in kinds)
 
 
 def make_kv_cache_config(

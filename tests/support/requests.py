@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM requests with real block hashes, made from compact descriptions.
 
-`RequestPlan` says what a request's tokens are; `LiveRequest` is one request that was
-made from it, together with what identifies the KV at each of its positions.
+`RequestPlan` says what a request's tokens are; `LiveRequest` is made from it, and has its steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,9 +68,7 @@ def build_request(
             MultiModalFeatureSpec(None, modality, identifier, PlaceholderRange(offset, length))
             for modality, identifier, offset, length in features
         ],
-        lora_request=LoRARequest(lora, 1 + sum(lora.encode()), f"/adapters/{lora}")
-        if lora
-        else None,
+        lora_request=lora and LoRARequest(lora, 1 + sum(lora.encode()), f"/adapters/{lora}"),
         cache_salt=identity.cache_salt,
         block_hasher=hasher,
         session_id=f"session-{req_id}",

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from support.short_repr import ShortRepr
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
@@ -20,13 +21,9 @@ _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
-    "intermediate_size": 64,
     "num_attention_heads": 1,
-    "num_key_value_heads": 1,
     "num_hidden_layers": 1,
-    "vocab_size": 32000,
     "max_position_embeddings": 1 << 20,
-    "torch_dtype": "float32",
 }
 
 
@@ -129,15 +126,12 @@ def make_vllm_config(
             target_model_config=config.model_config,
             target_parallel_config=config.parallel_config,
         )
-        _set_drafter(config.speculative_config, settings)
+        # Another drafter, without the model that base would load.
+        drafter: Any = config.speculative_config
+        drafter.method = settings.drafter
+        modules = SimpleNamespace(num_nextn_predict_layers=settings.draft_depth)
+        drafter.draft_model_config = SimpleNamespace(hf_config=modules)
     return config
-
-
-def _set_drafter(config: SpeculativeConfig, settings: OracleSettings) -> None:
-    """Turn an n-gram drafter into another, without the model that base would load."""
-    config.method = settings.drafter  # type: ignore[assignment]
-    modules = SimpleNamespace(num_nextn_predict_layers=settings.draft_depth)
-    config.draft_model_config = SimpleNamespace(hf_config=modules)  # type: ignore[assignment]
 
 
 def set_mamba_options(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -11,7 +11,7 @@ from support.strategies import attention_kinds, retention_intervals
 
 from .connector import ConnectorSettings
 from .engine_config import OracleSettings
-from .workload import Case, Operation, random_operations
+from .workload import Abort, Add, Case, Operation, Reset, Run
 
 
 @st.composite
@@ -58,11 +58,30 @@ def oracle_settings(draw: st.DrawFn) -> OracleSettings:
 
 @st.composite
 def operations(draw: st.DrawFn, max_model_len: int) -> tuple[Operation, ...]:
-    # Every choice of the generator is drawn, so that it shrinks.
-    rng = draw(st.randoms(use_true_random=False))
+    # Mostly no salt, adapter or image: requests that share find more faults.
+    rarely = st.sampled_from([None] * 6 + [0, 1])
+    requests = st.integers(0, 15)
+    lengths = st.one_of(st.integers(0, 20), st.integers(0, 20), st.integers(0, max_model_len))
+    add = st.builds(
+        Add,
+        tail=lengths,
+        parent=st.one_of(st.none(), st.integers(0, 2), st.integers(0, 2), requests),
+        shared=st.one_of(st.just(max_model_len), lengths),
+        follow=st.booleans(),
+        max_tokens=st.integers(1, 30),
+        salt=rarely,
+        lora=rarely,
+        priority=st.integers(0, 2),
+        stops=st.booleans(),
+        image=rarely,
+    )
+    run = st.builds(Run, steps=st.integers(1, 6), abort=st.one_of(st.none(), requests))
+    # Adding and running dominate; an abort or reset needs something to disturb.
+    ends = st.builds(Abort, requests), st.builds(Reset, st.booleans())
+    step = st.one_of(add, run, add, run, add, run, add, *ends)
     # Lists are short unless asked to be long; the wish itself shrinks away.
-    count = draw(st.integers(0, 60)) + draw(st.sampled_from([0, 12, 25, 40]))
-    return tuple(random_operations(rng, count, max_model_len))
+    at_least = draw(st.sampled_from([0, 12, 25, 40]))
+    return tuple(draw(st.lists(step, min_size=at_least, max_size=60)))
 
 
 @st.composite
