@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 SERVE_ARGS ?=
-# Tests that start no engine run beside those that do (tests/conftest.py).
-TEST_ARGS ?= -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+TEST_ARGS ?=
 
 .PHONY: help setup serve test lint types docs lock clean
 .DEFAULT_GOAL := help

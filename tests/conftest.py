@@ -1,21 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tests are divided among the processes of pytest-xdist."""
+"""What Hypothesis draws from, for all tests."""
 
-from pathlib import Path
+from hypothesis.internal.conjecture import providers
 
-import pytest
-
-HERE = Path(__file__).parent
-#: Folders of tests that start engines or servers. These take all cores and several GB of memory.
-ENGINES = ("entrypoints", "models", "v1/e2e")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests that start engines run in one process, one after another.
-
-    The other files run beside them, each as a whole, because its tests may share fixtures.
-    """
-    for item in items:
-        file = item.path.relative_to(HERE).as_posix()
-        group = "engines" if file.startswith(ENGINES) else file
-        item.add_marker(pytest.mark.xdist_group(group))
+# Hypothesis draws integers from the source of this repository's modules, too, as far as they are
+# loaded. Then a test's random programs would depend on which tests ran before it in its process.
+providers._get_local_constants = lambda: providers._local_constants
