@@ -307,7 +307,9 @@ class KVCacheManager:
                 self._residency.allocated(allocated)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
         if step_end >= blocks.cache_at:
-            coordinator.cache_blocks(request, blocks, min(step_end, request.num_tokens))
+            final_end = min(step_end, request.num_tokens)  # drafts are not final
+            if final_end >= blocks.cache_at:
+                coordinator.cache_blocks(request, blocks, final_end)
         self._gates.sleep_until(request_id, blocks.next_event())
         return new_blocks
 

@@ -213,8 +213,7 @@ class KVCacheCoordinator(ABC):
         None, with nothing changed, if fewer than ``step.num_kept_free`` physical blocks would stay
         free. An allocation makes the request known, so a refused request leaves nothing behind.
         """
-        targets = self.targets(step)
-        new_blocks = self.block_pool.allocate(blocks.tables, targets, step.num_kept_free)
+        new_blocks = self.block_pool.allocate(blocks.tables, self.targets(step), step.num_kept_free)
         if new_blocks is None:
             return None
         self.requests[request_id] = blocks
