@@ -5,8 +5,6 @@
 // Plain C API, because nanobind would process all twelve arguments of `allocate_slots` each time.
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
-#include <array>
 #include <limits>
 #include <vector>
 
@@ -61,17 +59,9 @@ PyObject* call(PyObject* self, PyObject* function, PyObject* const* args, Py_ssi
     PyErr_SetString(PyExc_ReferenceError, "the KV cache manager no longer exists");
     return nullptr;
   }
-  const Py_ssize_t num_args = nargs + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
-  std::array<PyObject*, 4> few{};  // enough for a plain step, so that it needs no memory
-  std::vector<PyObject*> many;
-  PyObject** all = few.data();
-  if (num_args >= static_cast<Py_ssize_t>(few.size())) {
-    many.resize(static_cast<std::size_t>(num_args) + 1);
-    all = many.data();
-  }
-  all[0] = holder.ptr();
-  std::copy(args, args + num_args, all + 1);
-  return PyObject_Vectorcall(function, all, static_cast<std::size_t>(nargs) + 1, kwnames);
+  std::vector<PyObject*> all{holder.ptr()};
+  all.insert(all.end(), args, args + nargs + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0));
+  return PyObject_Vectorcall(function, all.data(), static_cast<std::size_t>(nargs) + 1, kwnames);
 }
 
 // Unusual or wrong calls fall through to the method, with the same arguments.
