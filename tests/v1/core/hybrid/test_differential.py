@@ -17,6 +17,7 @@ programs:
 from dataclasses import replace
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from support.base_with_states import BaseWithStates
 from support.differential import Difference, Totals, explore, run_program
@@ -118,6 +119,11 @@ def test_states(tight: bool) -> None:
     report(f"states, {'tight' if tight else 'ample'} pools", totals, OPERATIONS - SELDOM)
     if not tight:
         assert totals["compared"] > 0.95 * totals["ops"]
+
+
+def test_programs_do_not_depend_on_the_loaded_modules() -> None:
+    # This repository's modules are loaded by now. See `tests/conftest.py`.
+    assert len(providers._get_local_constants()) == 0
 
 
 def test_base_agrees_with_itself() -> None:
