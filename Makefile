@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 SERVE_ARGS ?=
 TEST_ARGS ?=
+# Processes that run tests; one of them runs all tests that start an engine.
+TEST_JOBS ?= 2
 
 .PHONY: help setup serve test lint types docs lock clean
 .DEFAULT_GOAL := help
@@ -17,7 +19,7 @@ serve: setup ## Serve Gemma 3 270M with the hybrid manager (SERVE_ARGS="--port 8
 	@$(VENV_PYTHON) -m tools.serve $(SERVE_ARGS)
 
 test: setup ## Run the tests (TEST_ARGS="-k sliding" and so on)
-	@$(VENV_PYTHON) -m pytest $(TEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -n $(TEST_JOBS) $(TEST_ARGS)
 
 lint: setup ## Check style and formatting
 	@$(VENV_PYTHON) -m ruff check .
