@@ -7,6 +7,7 @@ Without arguments it runs the tests that use the native core most. Any finding e
 report and a failure. Needs g++ and its sanitizer libraries, which are part of g++.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -60,7 +61,16 @@ def runtime_libraries() -> str:
 
 
 def main() -> int:
-    arguments = sys.argv[1:] or [str(TESTS / name) for name in DEFAULT]
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sanitize",
+        description="Run tests on a native core built with AddressSanitizer and "
+        "UndefinedBehaviorSanitizer.",
+        usage="%(prog)s [-h] [pytest arguments ...]",
+        epilog=f"Without arguments: {', '.join(DEFAULT)} in {TESTS.relative_to(ROOT)}.",
+        allow_abbrev=False,
+    )
+    _, arguments = parser.parse_known_args()
+    arguments = arguments or [str(TESTS / name) for name in DEFAULT]
     with tempfile.TemporaryDirectory() as folder:
         source = build(Path(folder))
         environment = os.environ | {

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from tools import checkpoints
 from tools.checkpoints.store import CheckpointError, require_memory
@@ -117,6 +119,9 @@ def server_environment() -> dict[str, str]:
         # The model is a local folder; no hub is needed.
         "HF_HUB_OFFLINE": "1",
     }
+    if sys.stdout.isatty():
+        # The server writes into a pipe, and so would not use colours.
+        defaults["VLLM_LOGGING_COLOR"] = "1"
     return defaults | os.environ
 
 
@@ -137,15 +142,43 @@ def greeting(model: ServedModel, url: str) -> str:
         {"model": model.name, "prompt": model.prompt, "max_tokens": 16, "temperature": 0}
     )
     curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    return f"\n{model.name} is ready at {url}/v1 (Ctrl-C ends it). Try:\n\n  {curl}\n"
+    return f"{model.name} is ready at {url}/v1 (Ctrl-C ends it). Try:\n\n  {curl}\n"
 
 
-def say_when_ready(url: str, text: str, server: "subprocess.Popen[bytes]") -> None:
+class ServerLog:
+    """Shows the output of a server, and remembers what the plugin says in it."""
+
+    _PLUGIN_LINE = re.compile(rb"Hybrid KV cache: [^\r\n\x1b]*")
+
+    def __init__(self, output: IO[bytes]) -> None:
+        self._output = output
+        self._plugin = "Hybrid KV cache: the plugin is off"
+        self._thread = threading.Thread(target=self._show, daemon=True)
+        self._thread.start()
+
+    def manager(self) -> str:
+        """Which manager serves the engine, in one line without the arrangement of the groups."""
+        name, _, found = self._plugin.partition(": ")
+        return f"{name}: {found.split(': ')[0] if found.startswith('active') else found}"
+
+    def wait(self) -> None:
+        """Wait for the rest of the output, but not for a process that the server left behind."""
+        self._thread.join(timeout=5)
+
+    def _show(self) -> None:
+        for line in self._output:
+            if found := self._PLUGIN_LINE.search(line):
+                self._plugin = found[0].decode(errors="replace")
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+def say_when_ready(url: str, text: str, server: "subprocess.Popen[bytes]", log: ServerLog) -> None:
     """Wait until the server answers, and print ``text``; return early if the server ends."""
     while server.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
-                print(text, flush=True)
+                print(f"\n{log.manager()}\n{text}", flush=True)
                 return
         except OSError:
             time.sleep(0.5)
@@ -158,7 +191,15 @@ def run_server(command: list[str], environment: dict[str, str], url: str, text: 
     """
     # A process group of its own: otherwise a Ctrl-C in the terminal reaches each of its processes,
     # and the first ones that end make the others report errors.
-    server = subprocess.Popen(command, env=environment, process_group=0)
+    server = subprocess.Popen(
+        command,
+        env=environment,
+        process_group=0,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert server.stdout is not None
+    log = ServerLog(server.stdout)
     received: list[int] = []
 
     def end_server(number: int, _: FrameType | None) -> None:
@@ -173,8 +214,9 @@ def run_server(command: list[str], environment: dict[str, str], url: str, text: 
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end_server)
-    threading.Thread(target=say_when_ready, args=(url, text, server), daemon=True).start()
+    threading.Thread(target=say_when_ready, args=(url, text, server, log), daemon=True).start()
     status = server.wait()
+    log.wait()
     if status and received:
         return 128 + received[0]
     # A negative status is the signal that killed it.
@@ -188,7 +230,13 @@ def serve(arguments: Sequence[str] | None) -> int:
     environment = server_environment()
     check_vllm()
     check_port(host, port)
-    require_memory(model.memory + kv_cache_bytes(environment), f"to serve {model.name}")
+    kv_cache = kv_cache_bytes(environment)
+    lower = f"lower {KV_CACHE_VARIABLE}, " if kv_cache > GIB else ""
+    require_memory(
+        model.memory + kv_cache,
+        f"to serve {model.name} with {KV_CACHE_VARIABLE}={kv_cache // GIB} (GiB)",
+        f"{lower}end other programs",
+    )
     folder = model.checkpoint()
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

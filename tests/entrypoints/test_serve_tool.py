@@ -117,12 +117,16 @@ def test_too_little_memory(free_port: int, refusal, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
     line = refusal("--port", str(free_port))
     assert line.startswith(
-        "error: too little memory to serve tiny-gemma3: 3.2 GB available, 3.2 GB"
+        "error: too little memory to serve tiny-gemma3 with VLLM_CPU_KVCACHE_SPACE=1 (GiB): "
+        "3.2 GB available, 3.2 GB needed; end other programs, or"
     )
     # A larger KV cache needs more.
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
     monkeypatch.setenv(serve.KV_CACHE_VARIABLE, "2")
-    assert "4.3 GB needed" in refusal("--port", str(free_port))
+    line = refusal("--port", str(free_port))
+    assert line.endswith(
+        "4.3 GB needed; lower VLLM_CPU_KVCACHE_SPACE, end other programs, or use a larger machine"
+    )
 
 
 def test_a_kv_cache_size_that_is_not_a_number(
@@ -220,11 +224,25 @@ def read_line(process: "subprocess.Popen[str]") -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("logged", "banner"),
+    [
+        (
+            "INFO Hybrid KV cache: active, 2 managers for 6 KV cache groups: sliding_window 512",
+            "Hybrid KV cache: active, 2 managers for 6 KV cache groups",
+        ),
+        (
+            "INFO Hybrid KV cache: using base vLLM's manager, because some: feature is not covered",
+            "Hybrid KV cache: using base vLLM's manager, because some: feature is not covered",
+        ),
+        ("INFO another line", "Hybrid KV cache: the plugin is off"),
+    ],
+)
 def test_it_says_when_the_server_is_ready_and_ends_with_it(
-    free_port: int, number: signal.Signals
+    free_port: int, number: signal.Signals, logged: str, banner: str
 ) -> None:
-    process = start_tool(SERVER, free_port)
-    assert read_line(process) == "ready"
+    process = start_tool(f"print({logged!r}, flush=True)\n{SERVER}", free_port)
+    assert [read_line(process) for _ in range(4)] == [logged, "", banner, "ready"]
     process.send_signal(number)
     rest, _ = process.communicate(timeout=30)
     assert (process.returncode, rest) == (0, "")

@@ -51,12 +51,13 @@ def cache_dir() -> Path:
     return folder
 
 
-def require_memory(needed: int, purpose: str) -> None:
+def require_memory(needed: int, purpose: str, remedy: str = "end other programs") -> None:
     """Raise if too little memory is available.
 
     Args:
         needed: bytes that must be available.
         purpose: what they are for, as in "to convert Gemma 3 270M".
+        remedy: what the user can do, besides using a larger machine.
 
     Raises:
         CheckpointError: fewer are available.
@@ -65,7 +66,7 @@ def require_memory(needed: int, purpose: str) -> None:
     if available < needed:
         raise CheckpointError(
             f"too little memory {purpose}: {available / 1e9:.1f} GB available, "
-            f"{needed / 1e9:.1f} GB needed; end other programs, or use a larger machine"
+            f"{needed / 1e9:.1f} GB needed; {remedy}, or use a larger machine"
         )
 
 

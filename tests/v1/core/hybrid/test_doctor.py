@@ -189,7 +189,7 @@ def test_mamba(results):
             "granite4, finer hits",
             "prefix hits inside of a Mamba block (prefix match unit 64) is not covered yet",
         ),
-        ("off", "hybrid_kv.enabled is false in --additional-config"),
+        ("off", "hybrid_kv.enabled is false in additional_config"),
     ],
 )
 def test_base_serves_other_models(results, case, reason):

@@ -80,7 +80,7 @@ def test_the_engines_configuration_counts_too(log, engine):
 def test_off_for_an_engine(log, engine):
     engine(enabled=False, on_uncovered="error")
     assert type(GEMMA.build(create_kv_cache_manager)) is BaseKVCacheManager
-    assert only_line(log).endswith("because hybrid_kv.enabled is false in --additional-config")
+    assert only_line(log).endswith("because hybrid_kv.enabled is false in additional_config")
 
 
 def test_an_uncovered_feature_can_be_made_an_error(log, engine):
@@ -90,7 +90,7 @@ def test_an_uncovered_feature_can_be_made_an_error(log, engine):
     with pytest.raises(ValueError) as error:
         GEMMA.build(create_kv_cache_manager, dcp_world_size=2)
     assert str(error.value) == (
-        "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid manager does not "
+        "additional_config: hybrid_kv.on_uncovered is 'error', and the hybrid manager does not "
         "cover decode context parallelism (world size 2) yet; with 'fallback', base vLLM's manager "
         "serves it"
     )

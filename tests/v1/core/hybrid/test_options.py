@@ -50,6 +50,15 @@ def test_an_invalid_option_is_an_error_in_one_line(values, message):
     with pytest.raises(ValueError) as error:
         HybridKVOptions.from_additional_config({"hybrid_kv": values})
     text = str(error.value)
-    assert text.startswith("--additional-config: ")
+    assert text.startswith("additional_config: ")
     assert message in text
     assert "\n" not in text
+
+
+def test_invalid_json_is_an_error_that_names_the_option():
+    with pytest.raises(ValueError) as error:
+        HybridKVOptions.from_additional_config("{hybrid_kv")
+    assert str(error.value) == (
+        'additional_config must be a JSON object such as {"hybrid_kv": {"enabled": true}}, '
+        "got '{hybrid_kv'"
+    )

@@ -265,13 +265,13 @@ def find_reason_for_base(facts: EngineFacts) -> str | None:
     """
     options = HybridKVOptions.from_vllm_config(facts.vllm_config)
     if not options.enabled:
-        return "hybrid_kv.enabled is false in --additional-config"
+        return "hybrid_kv.enabled is false in additional_config"
     feature = find_uncovered_feature(facts)
     if feature is None:
         return None
     if options.on_uncovered == "error":
         raise ValueError(
-            "--additional-config: hybrid_kv.on_uncovered is 'error', and the hybrid manager "
+            "additional_config: hybrid_kv.on_uncovered is 'error', and the hybrid manager "
             f"does not cover {feature} yet; with 'fallback', base vLLM's manager serves it"
         )
     return f"{feature} is not covered yet"

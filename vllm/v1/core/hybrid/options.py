@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "hybrid_kv"
+EXAMPLE = '{"hybrid_kv": {"enabled": true}}'
 
 
 class HybridKVOptions(BaseModel):
@@ -34,12 +35,17 @@ class HybridKVOptions(BaseModel):
         Raises:
             ValueError: in one line that names the setting, what is accepted, and its value.
         """
+        if isinstance(additional_config, str):  # vLLM keeps the text of invalid JSON.
+            raise ValueError(
+                f"additional_config must be a JSON object such as {EXAMPLE}, "
+                f"got {additional_config!r}"
+            )
         if not isinstance(additional_config, dict) or KEY not in additional_config:
             return cls()
         values = additional_config[KEY]
         if not isinstance(values, dict):
             raise ValueError(
-                f"--additional-config: {KEY} must be an object with any of "
+                f"additional_config: {KEY} must be an object with any of "
                 f"{', '.join(cls.model_fields)}, got {values!r}"
             )
         try:
@@ -58,10 +64,10 @@ class HybridKVOptions(BaseModel):
         name = str(problem["loc"][0])
         if name not in cls.model_fields:
             return (
-                f"--additional-config: options of {KEY} must be among "
+                f"additional_config: options of {KEY} must be among "
                 f"{', '.join(cls.model_fields)}, got {name!r}"
             )
         # Each option is a bool or a choice.
         choices = get_args(cls.model_fields[name].annotation)
         accepted = " or ".join(map(repr, choices)) or "true or false"
-        return f"--additional-config: {KEY}.{name} must be {accepted}, got {problem['input']!r}"
+        return f"additional_config: {KEY}.{name} must be {accepted}, got {problem['input']!r}"
