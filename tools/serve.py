@@ -52,9 +52,7 @@ class ServedModel:
 
 
 MODELS = {
-    "gemma3-270m": ServedModel(
-        checkpoints.gemma3_270m, "gemma-3-270m", 5 * GIB, "Water freezes at a temperature of"
-    ),
+    "gemma3-270m": ServedModel(checkpoints.gemma3_270m, "gemma-3-270m", 5 * GIB, "A B C D E F"),
     "tiny": ServedModel(
         checkpoints.tiny_gemma3, "tiny-gemma3", 2 * GIB, "Hello", ("--dtype", "float32")
     ),

@@ -10,6 +10,7 @@ then a batch.
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from support.engine_prompts import pass_key_prompt
 from support.server import ACTIVE_LINE, Server
 from support.server_questions import cached_tokens, complete, text_of, wait_until_idle
-from tools import checkpoints
+from tools import checkpoints, serve
 
 WINDOW = 512
 KEY, FILLERS = "92613", 82
@@ -39,6 +40,7 @@ class Answers:
     again: dict[str, Any]
     batch: list[dict[str, Any]]
     sampled: dict[str, Any]
+    alphabet: dict[str, Any]
     log: str
 
 
@@ -56,8 +58,9 @@ def answers_of(*, hybrid: bool) -> Answers:
         again = complete(server, long, 8)
         batch = ask_together(server, [pass_key_prompt(*item) for item in BATCH.items()])
         sampled = complete(server, long, 24, temperature=0.8, seed=7)
+        alphabet = complete(server, serve.MODELS["gemma3-270m"].prompt, 16)
         wait_until_idle(server)
-        return Answers(alone, again, batch, sampled, server.log)
+        return Answers(alone, again, batch, sampled, alphabet, server.log)
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +102,11 @@ def test_answers_are_the_same_as_with_base(base_answers: Answers, hybrid_answers
     assert texts == [text_of(answer) for answer in base_answers.batch]
     assert text_of(hybrid_answers.sampled) == text_of(base_answers.sampled)
     assert hybrid_answers.sampled["usage"]["completion_tokens"] == 24
+
+
+def test_the_answer_in_the_readme(hybrid_answers: Answers) -> None:
+    text = text_of(hybrid_answers.alphabet)
+    assert text == " G H I J K L M N O P Q R S T U V"
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    assert f'"text":"{text}"' in readme
+    assert f"```\n{text}\n```" in readme
