@@ -103,8 +103,6 @@ _ATTENTION = [
      _kinds("Mamba", caching=False), _STATES + "test_random"),
     ("Mamba and other linear attention with prefix caching (mode `align`)", _kinds("Mamba"),
      "tests/v1/e2e/test_plamo2.py::test_states_from_the_prefix_cache"),
-    ("Mamba and other linear attention with prefix caching (mode `all`)",
-     _spec(_changed("Mamba", mamba_cache_mode="all"))),
     ("Mamba 2 and KDA, which can keep a state in the middle of a step, without prefix caching",
      _kinds(CHECKPOINTS, caching=False), _ENGINE + "test_mamba_without_prefix_cache"),
     ("Mamba 2 and KDA with prefix caching", _kinds(CHECKPOINTS),

@@ -186,7 +186,7 @@ def platform_spec():
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
-        (MambaSpec(**MAMBA, mamba_cache_mode="all"), "the Mamba cache mode all"),
+        (MambaSpec(**MAMBA, mamba_cache_mode="new"), "the Mamba cache mode new"),
         (MambaSpec(**MAMBA, num_speculative_blocks=2), "Mamba with speculative decoding"),
         (EncoderOnlyAttentionSpec(**SHAPE), "encoder-only attention"),
         (SinkFullAttentionSpec(**SHAPE, sink_len=4), "full attention with a sink"),
