@@ -44,13 +44,6 @@ struct Digest {
   bool operator==(const Digest& other) const {
     return size == other.size && std::memcmp(bytes.data(), other.bytes.data(), kMaxSize) == 0;
   }
-
-  // Digests are random already; the product also spreads short ones.
-  std::uint32_t hash() const {
-    std::uint64_t word;
-    std::memcpy(&word, bytes.data(), sizeof word);
-    return static_cast<std::uint32_t>(((word + size) * 0x9E3779B97F4A7C15u) >> 32);
-  }
 };
 
 // One grouped block: the physical blocks of all groups of an attention type for the same tokens.

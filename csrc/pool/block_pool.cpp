@@ -2,6 +2,7 @@
 #include "pool/block_pool.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <stdexcept>
 #include <unordered_set>
@@ -81,16 +82,19 @@ void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
       blank_.size() < num_ids ? (num_ids - blank_.size() - 1) / groups + 1 : 0;
   BlockIndex ahead = evictable_.first();
   std::size_t num_ahead = 0;
+  std::array<std::uint32_t, kAhead> hashes;  // in the indexes, of the blocks ahead
   for (std::size_t i = 0; blank_.size() < num_ids; ++i) {
     for (; num_ahead < std::min(i + kAhead, to_evict) && ahead != kNullBlock; ++num_ahead) {
       const Block& block = at(ahead);
-      indexes_[block.type_id]->prefetch_slot(block.digest);
+      const PrefixIndex& index = *indexes_[block.type_id];
+      hashes[num_ahead % kAhead] = index.hash(block.digest);
+      index.prefetch_slot(hashes[num_ahead % kAhead]);
       ahead = block.next;
       __builtin_prefetch(&at(ahead), 1);
     }
     const BlockIndex oldest = evictable_.first();
     remove_from_evictable(oldest);
-    uncache(oldest);
+    uncache(oldest, i < num_ahead ? hashes[i % kAhead] : hash_of(oldest));
     dissolve(oldest);
   }
 }
@@ -159,14 +163,14 @@ void BlockPool::release_detached(BlockHandle handle) {
   release({handle.index});
 }
 
-void BlockPool::cache(BlockIndex index, const Digest& digest) {
+void BlockPool::cache(BlockIndex index, const Digest& digest, std::uint32_t hash) {
   if (!can_cache(index)) {
     throw std::logic_error(
         "a block to cache must be referenced and not cached yet, got another block");
   }
   Block& block = at(index);
   block.digest = digest;
-  indexes_[block.type_id]->insert(index);
+  indexes_[block.type_id]->insert(index, hash);
 }
 
 void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
@@ -189,7 +193,7 @@ void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
     }
     if (!block.is_cached() || !is_wanted) continue;
     if (block.ref_cnt == 0) remove_from_evictable(index);
-    uncache(index);
+    uncache(index, hash_of(index));
     if (block.ref_cnt == 0) dissolve(index);
   }
 }
@@ -197,7 +201,7 @@ void BlockPool::evict(const std::vector<std::int64_t>& physical_ids) {
 void BlockPool::clear_cache() {
   for (const BlockIndex index : live_blocks()) {
     if (!at(index).is_cached()) continue;
-    indexes_[at(index).type_id]->remove(index);
+    indexes_[at(index).type_id]->remove(index, hash_of(index));
     at(index).digest = Digest{};
   }
   while (!evictable_.is_empty()) {
@@ -207,10 +211,14 @@ void BlockPool::clear_cache() {
   }
 }
 
-void BlockPool::uncache(BlockIndex index) {
+std::uint32_t BlockPool::hash_of(BlockIndex index) const {
+  return indexes_[block(index).type_id]->hash(block(index).digest);
+}
+
+void BlockPool::uncache(BlockIndex index, std::uint32_t hash) {
   Block& block = at(index);
   if (records_evictions_) evictions_.emplace_back(block.type_id, block.digest);
-  indexes_[block.type_id]->remove(index);
+  indexes_[block.type_id]->remove(index, hash);
   block.digest = Digest{};
   num_evicted_ids_ += types_[block.type_id].num_groups;
 }

@@ -80,17 +80,12 @@ class BlockPool {
     return found == detached_.end() ? 0 : found->second;
   }
 
-  // Prefetches the index slot for a block with the hash.
-  void prefetch_slot(std::size_t type_id, const Digest& digest) const {
-    indexes_[type_id]->prefetch_slot(digest);
-  }
-
   bool can_cache(BlockIndex index) const {
     return block(index).ref_cnt > 0 && !block(index).is_cached();
   }
 
   // Enters a referenced block in the prefix cache. The hash covers the prefix up to its end.
-  void cache(BlockIndex index, const Digest& digest);
+  void cache(BlockIndex index, const Digest& digest, std::uint32_t hash);
   // Removes every block that holds one of the ids from the prefix cache. Visits all blocks.
   void evict(const std::vector<std::int64_t>& physical_ids);
   // Empties the prefix cache. Visits all blocks.
@@ -155,7 +150,8 @@ class BlockPool {
 
  private:
   Block& at(BlockIndex index) { return blocks_[static_cast<std::size_t>(index)]; }
-  void uncache(BlockIndex index);
+  std::uint32_t hash_of(BlockIndex index) const;
+  void uncache(BlockIndex index, std::uint32_t hash);
   void add_to_evictable(BlockIndex index);
   void remove_from_evictable(BlockIndex index);
   // Makes the block's ids blank and its index unused.

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "pool/block_list.h"
@@ -64,17 +65,19 @@ class BlockTable {
   void cache(std::int64_t begin, std::int64_t end, const Hashes& hashes) {
     check_range(begin, end);
     check_num_hashes(hashes.num_blocks(), end);
-    std::vector<Digest> digests;
+    const PrefixIndex& prefixes = pool_->index(type_id_);
+    std::vector<std::pair<Digest, std::uint32_t>> digests;  // and their hashes in the index
     digests.reserve(static_cast<std::size_t>(end - begin));
     for (std::int64_t i = begin; i < end; ++i) {
-      digests.push_back(hashes(static_cast<std::size_t>(i)));
+      const Digest digest = hashes(static_cast<std::size_t>(i));
+      digests.emplace_back(digest, prefixes.hash(digest));
       const BlockIndex index = blocks_[static_cast<std::size_t>(i)];
       if (index != kNullBlock && !pool_->can_cache(index)) throw_cached_already(i);
     }
     for (std::size_t i = 0; i < digests.size(); ++i) {
-      if (i + kAhead < digests.size()) pool_->prefetch_slot(type_id_, digests[i + kAhead]);
+      if (i + kAhead < digests.size()) prefixes.prefetch_slot(digests[i + kAhead].second);
       const BlockIndex index = blocks_[static_cast<std::size_t>(begin) + i];
-      if (index != kNullBlock) pool_->cache(index, digests[i]);
+      if (index != kNullBlock) pool_->cache(index, digests[i].first, digests[i].second);
     }
     num_decided_ = std::max(num_decided_, static_cast<std::size_t>(end));
   }

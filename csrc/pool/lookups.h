@@ -33,7 +33,7 @@ class Lookups {
   // The block with the next hash, or the null block. Call it at most once per hash.
   BlockIndex next() {
     const std::size_t n = num_done_++;
-    const BlockIndex found = index_.find(digests_[n % kRing]);
+    const BlockIndex found = index_.find(digests_[n % kRing], slots_[n % kRing]);
     load_hash(n + 3 * kStage);
     load_slot(n + 2 * kStage);
     load_block(n + kStage);
@@ -53,10 +53,11 @@ class Lookups {
   void load_slot(std::size_t n) {
     if (n >= num_hashes_) return;
     digests_[n % kRing] = hashes_(position(n));
-    index_.prefetch_slot(digests_[n % kRing]);
+    slots_[n % kRing] = index_.hash(digests_[n % kRing]);
+    index_.prefetch_slot(slots_[n % kRing]);
   }
   void load_block(std::size_t n) const {
-    if (n < num_hashes_) index_.prefetch_block(digests_[n % kRing]);
+    if (n < num_hashes_) index_.prefetch_block(slots_[n % kRing]);
   }
 
   const PrefixIndex& index_;
@@ -65,6 +66,7 @@ class Lookups {
   Direction direction_;
   std::size_t num_done_ = 0;
   std::array<Digest, kRing> digests_;
+  std::array<std::uint32_t, kRing> slots_;  // the digests' hashes in the index
 };
 
 }  // namespace hybrid_kv

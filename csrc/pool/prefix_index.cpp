@@ -14,11 +14,11 @@ PrefixIndex::PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks) : b
   if (!slots_) throw std::bad_alloc();
 }
 
-void PrefixIndex::insert(BlockIndex index) {
-  Slot& slot = slots_[locate(digest(index))];
+void PrefixIndex::insert(BlockIndex index, std::uint32_t hash) {
   Block& block = at(index);
+  Slot& slot = slots_[locate(block.digest, hash)];
   if (slot.block == kNullBlock) {
-    slot = {block.digest.hash(), index};
+    slot = {hash, index};
     block.previous_same = block.next_same = index;
     return;
   }
@@ -30,9 +30,9 @@ void PrefixIndex::insert(BlockIndex index) {
   first.previous_same = index;
 }
 
-void PrefixIndex::remove(BlockIndex index) {
-  const std::size_t slot = locate(digest(index));
+void PrefixIndex::remove(BlockIndex index, std::uint32_t hash) {
   const Block& block = at(index);
+  const std::size_t slot = locate(block.digest, hash);
   if (block.next_same == index) {
     erase(slot);
     return;
@@ -67,6 +67,15 @@ std::vector<BlockIndex> PrefixIndex::all() const {
     } while (index != first);
   }
   return found;
+}
+
+std::vector<std::size_t> PrefixIndex::probe_lengths() const {
+  std::vector<std::size_t> lengths;
+  for (std::size_t slot = 0; slot <= mask_; ++slot) {
+    if (slots_[slot].block == kNullBlock) continue;
+    lengths.push_back(((slot - slots_[slot].hash) & mask_) + 1);
+  }
+  return lengths;
 }
 
 }  // namespace hybrid_kv

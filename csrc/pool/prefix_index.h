@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "pool/block.h"
+#include "pool/keyed_hash.h"
 
 namespace hybrid_kv {
 
@@ -17,31 +18,37 @@ namespace hybrid_kv {
 // keep their own blocks, because the block ids of a request never change. Lookups return the oldest
 // block with the hash, and the next oldest once that block is evicted.
 //
-// A hash table with linear probing. It is sized once for the whole pool and at most half full, so
-// it is never rebuilt, and memory that was never touched costs nothing.
+// A hash table with linear probing and a secret hash. It is sized once for the whole pool and at
+// most half full, so it is never rebuilt, and memory that was never touched costs nothing.
 class PrefixIndex {
  public:
   // `blocks` holds the digests and must outlive the index. The index can hold `max_blocks` blocks.
   PrefixIndex(std::vector<Block>& blocks, std::size_t max_blocks);
 
+  // Where a digest belongs. The functions below take it where the caller has it already.
+  std::uint32_t hash(const Digest& digest) const { return hash_(digest); }
+
   // The oldest block with the digest; kNullBlock if there is none.
-  BlockIndex find(const Digest& digest) const { return slots_[locate(digest)].block; }
+  BlockIndex find(const Digest& digest) const { return find(digest, hash(digest)); }
+  BlockIndex find(const Digest& digest, std::uint32_t hash) const {
+    return slots_[locate(digest, hash)].block;
+  }
 
   // prefetch_slot() prefetches what find() reads first. prefetch_block() needs the slot, and
   // prefetches the block in it.
-  void prefetch_slot(const Digest& digest) const {
-    __builtin_prefetch(&slots_[digest.hash() & mask_]);
-  }
-  void prefetch_block(const Digest& digest) const {
-    __builtin_prefetch(&at(slots_[digest.hash() & mask_].block));
+  void prefetch_slot(std::uint32_t hash) const { __builtin_prefetch(&slots_[hash & mask_]); }
+  void prefetch_block(std::uint32_t hash) const {
+    __builtin_prefetch(&at(slots_[hash & mask_].block));
   }
 
-  void insert(BlockIndex index);
+  void insert(BlockIndex index, std::uint32_t hash);
   // The block must be in the index.
-  void remove(BlockIndex index);
+  void remove(BlockIndex index, std::uint32_t hash);
 
   // All blocks in the index, for checks.
   std::vector<BlockIndex> all() const;
+  // How many slots a search reads for each entry, in the order of all().
+  std::vector<std::size_t> probe_lengths() const;
 
  private:
   struct Slot {
@@ -56,8 +63,7 @@ class PrefixIndex {
   const Digest& digest(BlockIndex index) const { return at(index).digest; }
   std::size_t next(std::size_t slot) const { return (slot + 1) & mask_; }
   // The slot of the digest's oldest block, or the empty slot for a new one.
-  std::size_t locate(const Digest& wanted) const {
-    const std::uint32_t hash = wanted.hash();
+  std::size_t locate(const Digest& wanted, std::uint32_t hash) const {
     std::size_t slot = hash & mask_;
     while (slots_[slot].block != kNullBlock &&
            (slots_[slot].hash != hash || !(digest(slots_[slot].block) == wanted))) {
@@ -68,6 +74,7 @@ class PrefixIndex {
   void erase(std::size_t slot);
 
   std::vector<Block>& blocks_;
+  KeyedHash hash_;
   std::size_t mask_;
   std::unique_ptr<Slot[], Free> slots_;
 };

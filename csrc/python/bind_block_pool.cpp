@@ -236,6 +236,11 @@ nb::object cached_blocks(const PyPool& self, nb::handle type_id) {
   return to_views(self, self.pool->index(to_type(self, type_id)).all());
 }
 
+nb::object probe_lengths(const PyPool& self, nb::handle type_id) {
+  const std::vector<std::size_t> lengths = self.pool->index(to_type(self, type_id)).probe_lengths();
+  return to_list(std::vector<std::int32_t>(lengths.begin(), lengths.end()));
+}
+
 nb::object blank_ids(const PyPool& self) {
   std::vector<std::int32_t> ids(self.pool->blank().size());
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = self.pool->blank().peek(i);
@@ -272,6 +277,7 @@ void bind_block_pool(nb::module_& m) {
       .def("take_evictions", &take_evictions)
       .def("find", &find, nb::arg("type_id"), nb::arg("block_hash"))
       .def("cached_blocks", &cached_blocks, nb::arg("type_id"))
+      .def("probe_lengths", &probe_lengths, nb::arg("type_id"))
       .def("live_blocks",
            [](const PyPool& self) { return to_views(self, self.pool->live_blocks()); })
       .def("evictable_blocks",

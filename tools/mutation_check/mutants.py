@@ -44,6 +44,7 @@ NATIVE_TABLE = "csrc/pool/block_table.cpp"
 NATIVE_REQUEST = "csrc/pool/request_tables.cpp"
 NATIVE_CACHE = "csrc/pool/block_table.h"
 NATIVE_INDEX = "csrc/pool/prefix_index.cpp"
+KEYED_HASH = "csrc/pool/keyed_hash.h"
 NATIVE_GATE = "csrc/python/step_gate.cpp"
 
 MUTANTS = (
@@ -215,14 +216,20 @@ MUTANTS = (
     Mutant(
         "evict half a grouped block",
         NATIVE_POOL,
-        "    uncache(oldest);\n    dissolve(oldest);\n",
-        "    uncache(oldest);\n    blank_.give_back(ids(at(oldest)), 1);\n",
+        "hash_of(oldest));\n    dissolve(oldest);\n",
+        "hash_of(oldest));\n    blank_.give_back(ids(at(oldest)), 1);\n",
     ),
     Mutant(
         "an evicted block can still be hit",
         NATIVE_POOL,
-        "  indexes_[block.type_id]->remove(index);\n  block.digest = Digest{};\n  num_evicted",
-        "  num_evicted",
+        "  indexes_[block.type_id]->remove(index, hash);\n  block.digest = Digest{};\n",
+        "",
+    ),
+    Mutant(
+        "a client can compute the slots of its hashes",
+        KEYED_HASH,
+        "(std::uint64_t{source()} << 32) | source()",
+        "0x9E3779B97F4A7C15u",
     ),
     Mutant(
         "a cached block is blank when it is released",

@@ -669,3 +669,66 @@ def test_check_integrity_finds_lost_and_invented_references():
     pool.check_integrity()
     pool.release_detached(blocks[0])
     pool.check_integrity()
+
+
+NUM_CRAFTED = 4000
+#: The multiplier of an index without a secret, whose slots a client could compute.
+OLD_FACTOR = 0x9E3779B97F4A7C15
+
+
+def share_a_slot_without_a_secret(size: int) -> list[bytes]:
+    """Digests whose slots were equal before slots depended on a secret."""
+    inverse = pow(OLD_FACTOR, -1, 1 << 64)
+    words = ((((0x5EED << 32) | n) * inverse - size) % (1 << 64) for n in range(NUM_CRAFTED))
+    return [word.to_bytes(8, "little") + bytes(size - 8) for word in words]
+
+
+def count_at(position: int, size: int = 32) -> list[bytes]:
+    """Digests that differ only in two bytes."""
+    counts = (n.to_bytes(2, "little") for n in range(NUM_CRAFTED))
+    return [bytes(position) + count + bytes(size - position - 2) for count in counts]
+
+
+CRAFTED = {
+    "one slot of the old index": share_a_slot_without_a_secret(32),
+    "one slot of the old index, 16 bytes": share_a_slot_without_a_secret(16),
+    "first bytes differ": count_at(0),
+    "second word differs": count_at(8),
+    "last bytes differ": count_at(30),
+    "last bytes of 16 differ": count_at(14, size=16),
+    "two words differ by the same": [a[:8] + a[:8] + bytes(16) for a in count_at(0)],
+    "two words differ by the opposite": [
+        n.to_bytes(8, "little") + (2**64 - 1 - n).to_bytes(8, "little") + bytes(16)
+        for n in range(NUM_CRAFTED)
+    ],
+}
+
+
+@pytest.mark.parametrize("digests", CRAFTED.values(), ids=CRAFTED)
+def test_crafted_hashes_do_not_share_slots(digests: list[bytes]):
+    """A lookup reads few slots, whatever hashes a client chooses.
+
+    The index is nearly half full. Then linear probing with random slots reads 1.5 slots on
+    average (Knuth), and runs of more than 60 slots are very rare. With equal slots, the average
+    would be 2,000.
+    """
+    pool = make_pool(num_blocks=NUM_CRAFTED + 97)
+    table = allocate(pool, FULL, NUM_CRAFTED)
+    table.cache(0, NUM_CRAFTED, digests)
+    lengths = pool.probe_lengths(FULL)
+    assert len(lengths) == len(set(digests)) == NUM_CRAFTED
+    assert sum(lengths) / NUM_CRAFTED < 2
+    assert max(lengths) < 200
+    assert [pool.find(FULL, digest).block_ids for digest in digests[::97]] == ids(table)[::97]
+    for digest in digests[:5]:
+        assert len(pool.find_prefix(FULL, [digest], 1)) == 1
+
+
+def test_the_slots_of_hashes_depend_on_a_secret():
+    orders = []
+    for _ in range(2):
+        pool = make_pool(num_blocks=200)
+        allocate_cached(pool, FULL, "prompt", 100)
+        orders.append([block.block_hash for block in pool.cached_blocks(FULL)])
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1]

@@ -262,6 +262,12 @@ class BlockPool(metaclass=_NanobindType):
     def cached_blocks(self, type_id: int) -> list[GroupedKVCacheBlock]:
         """All blocks in a type's prefix index, for checks."""
 
+    def probe_lengths(self, type_id: int) -> list[int]:
+        """How many slots of a type's prefix index a lookup reads, for each hash in it, for checks.
+
+        The order is that of the slots, which depends on a secret of the process.
+        """
+
     def live_blocks(self) -> list[GroupedKVCacheBlock]:
         """All blocks that own physical ids, for checks."""
 
