@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import print_table, write_json
 from rich.console import Console
+
+from common import print_table, write_json
 from serving_client import Client, ClientError
 from serving_results import ResultError, Sample, read_sample, table_rows
 from serving_workloads import (
@@ -33,8 +34,8 @@ from serving_workloads import (
     write_chats,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "tests")]
+# `serving_workloads` has added the root of the repository, for `tools`.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from support.server import MODEL_NAME, Server, ServerError, parse_metrics
 from tools.checkpoints.store import CheckpointError
@@ -42,6 +43,9 @@ from tools.checkpoints.store import CheckpointError
 MANAGERS = {"base": False, "hybrid": True}
 #: The title that vLLM gives to the process of the engine core.
 CORE_TITLE = "VLLM::EngineCore"
+#: Lets the model run in the process of the engine core, as it does by default on one GPU. Otherwise
+#: a CPU build runs it in a process of its own, and the engine core spins while it waits for that.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 console = Console(stderr=True)
 
@@ -54,6 +58,7 @@ def server_arguments(model: ServedModel) -> list[str]:
         f"--num-gpu-blocks-override={model.num_blocks}",
         f"--max-model-len={MAX_MODEL_LEN}",
         f"--max-num-seqs={max(CONCURRENCY.values())}",
+        "--distributed-executor-backend=uni",
         # Servers of tests check the manager after each step.
         "--additional-config={}",
     ]
@@ -99,9 +104,7 @@ class Bench:
         server = self.servers[name]
         server.wait_for(server.reset_prefix_cache, bool, 60)
         url = server.url
-        arguments = client_arguments(
-            workload, num_requests, seed, url, MODEL_NAME, self.checkpoint
-        )
+        arguments = client_arguments(workload, num_requests, seed, url, MODEL_NAME, self.checkpoint)
         if workload == "chat":
             chats = self.client.folder / "chats.json"
             write_chats(chats, self.tokenizer, num_requests, seed)
@@ -130,7 +133,12 @@ def run_model(
         console.print(f"{name}: two servers start ...")
         servers = {
             manager: stack.enter_context(
-                Server(checkpoint, hybrid=hybrid, arguments=server_arguments(model))
+                Server(
+                    checkpoint,
+                    hybrid=hybrid,
+                    arguments=server_arguments(model),
+                    environment=ENVIRONMENT,
+                )
             )
             for manager, hybrid in MANAGERS.items()
         }

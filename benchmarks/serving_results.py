@@ -81,9 +81,7 @@ def ratios(measure: Measure, base: Sequence[float], hybrid: Sequence[float]) -> 
     A round in which one of the values is 0 has no ratio.
     """
     pairs = zip(base, hybrid, strict=True)
-    return [
-        h / b if measure.higher_is_better else b / h for b, h in pairs if b > 0 and h > 0
-    ]
+    return [h / b if measure.higher_is_better else b / h for b, h in pairs if b > 0 and h > 0]
 
 
 def table_rows(base: Sequence[Sample], hybrid: Sequence[Sample]) -> list[tuple[str, ...]]:
