@@ -35,19 +35,19 @@ MODELS = {
     "gemma3-270m": ServedModel(
         checkpoints.gemma3_270m,
         "bfloat16",
-        1500,
-        {"prefixes": 32, "chat": 48, "short": 64},
+        1000,
+        {"prefixes": 32, "chat": 64, "short": 64},
     ),
     "tiny": ServedModel(
         checkpoints.tiny_gemma3,
         "float32",
-        3000,
+        1200,
         {"prefixes": 128, "chat": 192, "short": 256},
     ),
 }
 
 #: Requests that run at once, by workload.
-CONCURRENCY = {"prefixes": 8, "chat": 8, "short": 32}
+CONCURRENCY = {"prefixes": 8, "chat": 8, "short": 16}
 NUM_PREFIXES = 4
 PREFIX_LEN, SUFFIX_LEN, PREFIX_OUTPUT_LEN = 1024, 32, 16
 SHORT_LEN, SHORT_OUTPUT_LEN = 24, 32
