@@ -124,7 +124,7 @@ class Bench:
 def run_model(
     name: str, model: ServedModel, workloads: Sequence[str], rounds: int, requests: int | None
 ) -> dict[str, dict[str, list[Sample]]]:
-    """Samples of each round, by workload and by manager."""
+    """Print a table for each workload, and return samples by workload and by manager."""
     checkpoint = model.checkpoint()
     samples: dict[str, dict[str, list[Sample]]]
     samples = {workload: {manager: [] for manager in MANAGERS} for workload in workloads}
@@ -154,10 +154,17 @@ def run_model(
                 for manager in sorted(MANAGERS, reverse=i % 2 == 1):
                     sample = bench.measure(manager, workload, num_requests, seed=1 + i)
                     samples[workload][manager].append(sample)
-                    rate = sample["request_throughput"]
                     console.print(
-                        f"{name}, {workload}, round {i + 1}, {manager}: {rate:.2f} requests/s"
+                        f"{name}, {workload}, round {i + 1}, {manager}: "
+                        f"{sample['request_throughput']:.2f} requests/s, "
+                        f"{sample['hit_rate']:.1f}% hits",
+                        highlight=False,
                     )
+            print_table(
+                f"{name}: {WORKLOADS[workload]} (above 1x: the hybrid manager is better)",
+                ("", "base", "hybrid", "ratio", "of each round"),
+                table_rows(samples[workload]["base"], samples[workload]["hybrid"]),
+            )
     return samples
 
 
@@ -192,12 +199,6 @@ def main() -> None:
             samples[name] = run_model(
                 name, model, arguments.workload, arguments.rounds, arguments.requests
             )
-            for workload, by_manager in samples[name].items():
-                print_table(
-                    f"{name}: {WORKLOADS[workload]} (above 1x: the hybrid manager is better)",
-                    ("", "base", "hybrid", "ratio", "of each round"),
-                    table_rows(by_manager["base"], by_manager["hybrid"]),
-                )
     except (ServerError, ClientError, ResultError, CheckpointError) as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         raise SystemExit(f"error: {error}{notes}") from None
