@@ -5,7 +5,7 @@
                                  [--rounds 3] [--requests N] [--blocks N] [--json FILE]
 
 The client is vLLM's own serving benchmark. Both servers have started before the first run. They
-take turns; the one that waits uses no CPU time. Each round sends new prompts, the same to both.
+take turns: one waits without requests. Each round sends new prompts, the same to both.
 """
 
 import argparse
