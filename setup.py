@@ -5,9 +5,12 @@ CMake builds the core from ``csrc/``. If a tool for that is missing, the build s
 one message that says what to install.
 """
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -20,12 +23,15 @@ sys.path.insert(0, str(ROOT))
 from tools.native_tools import build_core, configure_core, missing_tools  # noqa: E402
 
 PACKAGE = "vllm.v1.core.hybrid"
-#: Modules that are installed into packages of base.
+#: The command, and modules that are installed into packages of base.
 MODULES = [
+    "vllm_hybrid_kv",
     "vllm.model_executor.models.plamo2",
     "vllm.model_executor.models.plamo2_mamba",
     "vllm.transformers_utils.configs.plamo2",
 ]
+#: `HYBRID_KV_STABLE_ABI=1` builds one wheel for all versions of Python from 3.12 on.
+STABLE_ABI = os.environ.get("HYBRID_KV_STABLE_ABI") == "1" and sys.version_info >= (3, 12)
 BUILD_COMMANDS = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 
 
@@ -33,7 +39,7 @@ class CMakeExtension(Extension):
     """An extension whose sources CMakeLists.txt lists."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, sources=[])
+        super().__init__(name, sources=[], py_limited_api=STABLE_ABI)
 
 
 class CMakeBuild(build_ext):
@@ -47,7 +53,9 @@ class CMakeBuild(build_ext):
         build_dir = Path(self.build_temp).resolve() / ext.name
         try:
             werror = "ON" if self.for_developers else "OFF"
-            configure_core(ROOT, build_dir, f"-DHYBRID_KV_WERROR={werror}")
+            stable = "ON" if ext.py_limited_api else "OFF"
+            options = (f"-DHYBRID_KV_WERROR={werror}", f"-DHYBRID_KV_STABLE_ABI={stable}")
+            configure_core(ROOT, build_dir, *options)
             core = build_core(build_dir)
         except subprocess.CalledProcessError as error:
             raise SystemExit(
@@ -75,14 +83,24 @@ def packages() -> list[str]:
     return [PACKAGE, *(f"{PACKAGE}.{name}" for name in found)]
 
 
+def long_description() -> str:
+    """README with absolute links: a package index shows it outside of the repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    target = f"]({project['urls']['Homepage']}/blob/main/"
+    return re.sub(r"\]\((?!https?:|#|mailto:)", target, (ROOT / "README.md").read_text())
+
+
 # Before setup(), so that this message is the only output of a build that cannot succeed.
 if BUILD_COMMANDS.intersection(sys.argv) and (missing := missing_tools()):
     raise SystemExit(f"vllm-hybrid-kv: to build its native core, please install {missing}.")
 
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     packages=packages(),
     py_modules=MODULES,
     package_data={PACKAGE: ["*.pyi"]},
     ext_modules=[CMakeExtension(f"{PACKAGE}._core")],
+    options={"bdist_wheel": {"py_limited_api": "cp312"}} if STABLE_ABI else {},
     cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
 )

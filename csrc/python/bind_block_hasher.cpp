@@ -23,7 +23,13 @@ constexpr std::size_t kManyTokens = 4096;
 
 // Whether the object is an int of one internal digit, as tokens are. Sets `value` if so.
 bool is_small_int(PyObject* object, Py_ssize_t& value) {
-#if PY_VERSION_HEX >= 0x030C0000
+#if defined(Py_LIMITED_API)
+  // The limited API hides the digits.
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  value = PyLong_AsLongAndOverflow(object, &overflow);
+  if (overflow != 0) return false;
+#elif PY_VERSION_HEX >= 0x030C0000
   auto* number = reinterpret_cast<PyLongObject*>(object);
   if (!PyLong_CheckExact(object) || !PyUnstable_Long_IsCompact(number)) return false;
   value = PyUnstable_Long_CompactValue(number);

@@ -49,7 +49,7 @@ std::vector<T*> to_pointers(const char* rule, nb::handle objects) {
   for (nb::handle item : nb::borrow<nb::tuple>(objects)) {
     T* object = nullptr;
     if (!nb::try_cast(item, object, false) || object == nullptr) {
-      const std::string found_type = Py_TYPE(item.ptr())->tp_name;
+      const std::string found_type = name_of_type(item.type());
       throw nb::type_error((rule + (", got a tuple with an item of type " + found_type)).c_str());
     }
     found.push_back(object);

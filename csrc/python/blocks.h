@@ -46,10 +46,17 @@ class HashList {
   void prefetch(std::size_t i) const {
     const char* object = reinterpret_cast<const char*>(at(i));
     __builtin_prefetch(object);
-    __builtin_prefetch(object + sizeof(PyBytesObject) + Digest::kMaxSize - 1);
+    __builtin_prefetch(object + kBytesHeader + Digest::kMaxSize - 1);
   }
 
  private:
+#ifdef Py_LIMITED_API
+  // The limited API hides the type: a header, a cached hash, and the final null byte.
+  static constexpr std::size_t kBytesHeader = sizeof(PyVarObject) + sizeof(Py_ssize_t) + 1;
+#else
+  static constexpr std::size_t kBytesHeader = sizeof(PyBytesObject);
+#endif
+
   PyObject* at(std::size_t i) const {
     return PyList_GET_ITEM(hashes_.ptr(), static_cast<Py_ssize_t>((i + 1) * scale_ - 1));
   }

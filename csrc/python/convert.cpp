@@ -11,10 +11,18 @@ namespace hybrid_kv {
 namespace {
 
 std::string type_error_text(const char* rule, nb::handle value) {
-  return std::string(rule) + ", got " + Py_TYPE(value.ptr())->tp_name;
+  return std::string(rule) + ", got " + name_of_type(value.type());
 }
 
 }  // namespace
+
+std::string name_of_type(nb::handle type) {
+#ifdef Py_LIMITED_API
+  return nb::type_name(type).c_str();
+#else
+  return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
+#endif
+}
 
 std::int64_t to_int64(nb::handle value) {
   // Includes subclasses of int, whose __index__ Python does not call either.

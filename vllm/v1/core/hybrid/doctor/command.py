@@ -4,6 +4,7 @@
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -11,56 +12,44 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm.v1.core.hybrid.doctor.installation import Check, examine_installation
-from vllm.v1.core.hybrid.doctor.vllm_log import in_one_line, quiet_vllm
+from vllm.v1.core.hybrid.doctor.vllm_log import in_one_line
+from vllm_hybrid_kv import DOCTOR_USAGE, FAILED
 
 if TYPE_CHECKING:
     from vllm.v1.core.hybrid.doctor.model import ModelReport
 
 logger = logging.getLogger(__name__)
 
-ACTIVE, NOT_ACTIVE, FAILED = 0, 1, 2
-
-_USAGE = "vllm-hybrid-kv doctor [-h] [MODEL] [flags of vllm serve]"
-_HELP = f"""\
-usage: {_USAGE}
-
-Shows which vLLM is installed and whether the hybrid manager activates in it. For a model, also
-shows how its layers are grouped and which manager serves each group.
-
-MODEL is a local model folder, a folder with only a config.json, or a config.json. Weights and
-tokenizer are not read. The flags are those of vllm serve. Give the same flags as there, for
-example --max-model-len 8192, --block-size 32 or --additional-config '{{"hybrid_kv": {{...}}}}'.
-
-Exit status: 0 if the hybrid manager would be active (for MODEL, if given), 1 if not, 2 if
-vLLM would not start. VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
-"""
+ACTIVE, NOT_ACTIVE = 0, 1
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command with what follows ``doctor``; returns the exit status."""
-    if {"-h", "--help"} & set(arguments):
-        print(_HELP, end="")
-        return ACTIVE
+def run(arguments: Sequence[str], vllm_errors: Sequence[logging.LogRecord]) -> int:
+    """Run the command; returns the exit status.
 
+    Args:
+        arguments: What follows ``doctor`` on the command line.
+        vllm_errors: The errors that vLLM logs meanwhile, see `vllm_log.quiet_vllm`.
+    """
     # Lines in a file or a pipe are not wrapped at 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 160)
-    with quiet_vllm() as vllm_errors:
-        checks = examine_installation()
-        console.print(_installation_table(checks))
-        installed = all(check.ok for check in checks)
-        if not arguments:
-            _say(console, f"Hybrid KV cache: {'active' if installed else 'not active'}")
-            return ACTIVE if installed else NOT_ACTIVE
-        try:
-            report = _examine_model(arguments)
-        except Exception as error:
-            logger.debug("The model could not be examined", exc_info=True)
-            print(f"vllm-hybrid-kv doctor: {in_one_line(error, vllm_errors)}", file=sys.stderr)
-            return FAILED
+    checks = examine_installation()
+    console.print(_installation_table(checks))
+    installed = all(check.ok for check in checks)
+    if not arguments:
+        _say(console, f"Hybrid KV cache: {'active' if installed else 'not active'}")
+        return ACTIVE if installed else NOT_ACTIVE
+    try:
+        report = _examine_model(arguments)
+    except Exception as error:
+        logger.debug("The model could not be examined", exc_info=True)
+        print(f"vllm-hybrid-kv doctor: {in_one_line(error, vllm_errors)}", file=sys.stderr)
+        return FAILED
     if report.rows:
         console.print(_model_table(report))
     else:
         _say(console, f"{report.architecture} keeps no KV cache")
+    if report.note:
+        _say(console, report.note)
     _say(console, _verdict(report, installed))
     return ACTIVE if installed and report.reason_for_base is None else NOT_ACTIVE
 
@@ -69,13 +58,25 @@ def _examine_model(arguments: Sequence[str]) -> "ModelReport":
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.core.hybrid.doctor.model import examine_model, local_model
+    from vllm.v1.core.hybrid.doctor.model import examine_model
+    from vllm.v1.core.hybrid.doctor.model_folder import local_model, text_part
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm-hybrid-kv doctor", usage=_USAGE))
+    parser = make_arg_parser(
+        FlexibleArgumentParser(prog="vllm-hybrid-kv doctor", usage=DOCTOR_USAGE)
+    )
     parser.set_defaults(model=None)
     parsed = parser.parse_args(list(arguments))
-    with local_model(parsed.model_tag or parsed.model) as parsed.model:
-        return examine_model(AsyncEngineArgs.from_cli_args(parsed))
+    with local_model(parsed.model_tag or parsed.model, parsed.revision) as folder:
+        parsed.model = folder
+        try:
+            return examine_model(AsyncEngineArgs.from_cli_args(parsed))
+        except Exception as error:
+            with text_part(folder) as text:
+                if text is None:
+                    raise
+                logger.debug("The whole model could not be examined", exc_info=error)
+                parsed.model = text.folder
+                return replace(examine_model(AsyncEngineArgs.from_cli_args(parsed)), note=text.note)
 
 
 def _installation_table(checks: Sequence[Check]) -> Table:

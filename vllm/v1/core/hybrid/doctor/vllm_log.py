@@ -3,12 +3,15 @@
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pydantic import ValidationError
 
+#: In vLLM's message about an unknown architecture: several hundred names follow.
+_ALL_ARCHITECTURES = re.compile(r"\W*Supported architectures: dict_keys.*", re.DOTALL)
 _LEVEL = "VLLM_LOGGING_LEVEL"
 
 
@@ -48,7 +51,8 @@ def quiet_vllm() -> Iterator[list[logging.LogRecord]]:
 def in_one_line(error: Exception, logged: Sequence[logging.LogRecord]) -> str:
     """The error in one line, with the cause that vLLM logged."""
     message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    message = " ".join(message.removeprefix("Value error, ").split()) or type(error).__name__
+    message = _ALL_ARCHITECTURES.sub("", message.removeprefix("Value error, "))
+    message = " ".join(message.split()) or type(error).__name__
     causes = [record.exc_info[1] for record in logged if record.exc_info]
     if not causes:
         return message
