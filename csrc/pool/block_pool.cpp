@@ -24,7 +24,8 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
     : types_(std::move(types)),
       blank_(num_blocks),
       records_evictions_(records_evictions),
-      unused_(types_.size()) {
+      unused_(types_.size()),
+      counts_(types_.size()) {
   constexpr std::size_t kMaxTypes = std::numeric_limits<std::uint8_t>::max();
   if (types_.size() > kMaxTypes) {
     throw std::invalid_argument("types must hold at most " + std::to_string(kMaxTypes) +
@@ -71,6 +72,12 @@ const Block& BlockPool::checked(BlockHandle handle) const {
   return found;
 }
 
+std::size_t BlockPool::num_evicted_ids() const {
+  std::size_t num_ids = 0;
+  for (const TypeCounts& counts : counts_) num_ids += counts.num_evicted;
+  return num_ids;
+}
+
 void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
   const std::size_t groups = num_groups(type_id), num_ids = num_blocks * groups;
   if (num_blocks > num_free() / groups) {
@@ -113,6 +120,7 @@ BlockIndex BlockPool::allocate(std::size_t type_id) {
   block.is_live = true;
   block.ref_cnt = 1;
   blank_.take(num_groups(type_id), ids_.data() + block.ids);
+  counts_[type_id].num_owned += num_groups(type_id);
   return index;
 }
 
@@ -212,23 +220,28 @@ void BlockPool::uncache(BlockIndex index) {
   if (records_evictions_) evictions_.emplace_back(block.type_id, block.digest);
   indexes_[block.type_id]->remove(index);
   block.digest = Digest{};
-  num_evicted_ids_ += types_[block.type_id].num_groups;
+  counts_[block.type_id].num_evicted += num_groups(block.type_id);
 }
 
 void BlockPool::add_to_evictable(BlockIndex index) {
   evictable_.append(blocks_, index);
-  num_evictable_ids_ += num_groups(at(index).type_id);
+  const std::size_t type_id = at(index).type_id;
+  num_evictable_ids_ += num_groups(type_id);
+  counts_[type_id].num_evictable += num_groups(type_id);
 }
 
 void BlockPool::remove_from_evictable(BlockIndex index) {
   evictable_.remove(blocks_, index);
-  num_evictable_ids_ -= num_groups(at(index).type_id);
+  const std::size_t type_id = at(index).type_id;
+  num_evictable_ids_ -= num_groups(type_id);
+  counts_[type_id].num_evictable -= num_groups(type_id);
 }
 
 void BlockPool::dissolve(BlockIndex index) {
   Block& block = at(index);
   if (!block.is_live) throw std::logic_error("a block must own ids to be freed, got one without");
   blank_.give_back(ids(block), num_groups(block.type_id));
+  counts_[block.type_id].num_owned -= num_groups(block.type_id);
   block.is_live = false;
   ++block.generation;
   unused_[block.type_id].push_back(index);
