@@ -370,7 +370,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, so that the tail of its tokens is reused first."""
-        self._forget(request)
+        self._counters.released(request)
+        self._gates.wake(request.request_id)
         self.coordinator.free(request.request_id)
 
     def pop_blocks_for_free(self, request: Request) -> list[GroupedKVCacheBlock]:
@@ -379,14 +380,9 @@ class KVCacheManager:
         Returns:
             The blocks in the order of allocation; free them in reverse.
         """
-        self._forget(request)
-        return self.block_pool.detach(self.coordinator.forget(request.request_id))
-
-    def _forget(self, request: Request) -> None:
+        self._counters.released(request)
         self._gates.wake(request.request_id)
-        # A request that is preempted goes on to wait.
-        if request.is_finished():
-            self._counters.ended(request.request_id)
+        return self.block_pool.detach(self.coordinator.forget(request.request_id))
 
     # Blocks
 

@@ -79,9 +79,10 @@ class Counters:
             self._events.num_waited += 1
             self._changed = True
 
-    def ended(self, request_id: str) -> None:
-        """A request has finished or was aborted."""
-        self._refused.discard(request_id)
+    def released(self, request: Request) -> None:
+        """A request gave back its blocks. If it is preempted, it goes on to wait."""
+        if request.is_finished():
+            self._refused.discard(request.request_id)
 
     def junction_kept(self, type_id: int) -> None:
         """The blocks of a type before a junction were cached."""
