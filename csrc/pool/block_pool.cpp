@@ -24,8 +24,10 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
     : types_(std::move(types)),
       blank_(num_blocks),
       records_evictions_(records_evictions),
+      num_indices_(types_.size()),
       unused_(types_.size()),
-      counts_(types_.size()) {
+      num_evictable_(types_.size()),
+      num_evicted_(types_.size()) {
   constexpr std::size_t kMaxTypes = std::numeric_limits<std::uint8_t>::max();
   if (types_.size() > kMaxTypes) {
     throw std::invalid_argument("types must hold at most " + std::to_string(kMaxTypes) +
@@ -74,8 +76,15 @@ const Block& BlockPool::checked(BlockHandle handle) const {
 
 std::size_t BlockPool::num_evicted_ids() const {
   std::size_t num_ids = 0;
-  for (const TypeCounts& counts : counts_) num_ids += counts.num_evicted;
+  for (std::size_t i = 0; i < num_types(); ++i) num_ids += num_evicted_[i] * num_groups(i);
   return num_ids;
+}
+
+TypeCounts BlockPool::counts(std::size_t type_id) const {
+  const std::size_t num_live = num_indices_[type_id] - unused_[type_id].size();
+  const std::size_t num_evictable = num_evictable_[type_id], groups = num_groups(type_id);
+  return {(num_live - num_evictable) * groups, num_evictable * groups,
+          num_evicted_[type_id] * groups};
 }
 
 void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
@@ -107,6 +116,7 @@ BlockIndex BlockPool::allocate(std::size_t type_id) {
   if (unused_[type_id].empty()) {
     index = static_cast<BlockIndex>(blocks_.size());
     blocks_.emplace_back();
+    ++num_indices_[type_id];
     at(index).type_id = static_cast<std::uint8_t>(type_id);
     at(index).ids = static_cast<std::uint32_t>(ids_.size());
     ids_.resize(ids_.size() + num_groups(type_id));
@@ -120,7 +130,6 @@ BlockIndex BlockPool::allocate(std::size_t type_id) {
   block.is_live = true;
   block.ref_cnt = 1;
   blank_.take(num_groups(type_id), ids_.data() + block.ids);
-  counts_[type_id].num_owned += num_groups(type_id);
   return index;
 }
 
@@ -220,28 +229,27 @@ void BlockPool::uncache(BlockIndex index) {
   if (records_evictions_) evictions_.emplace_back(block.type_id, block.digest);
   indexes_[block.type_id]->remove(index);
   block.digest = Digest{};
-  counts_[block.type_id].num_evicted += num_groups(block.type_id);
+  ++num_evicted_[block.type_id];
 }
 
 void BlockPool::add_to_evictable(BlockIndex index) {
   evictable_.append(blocks_, index);
   const std::size_t type_id = at(index).type_id;
   num_evictable_ids_ += num_groups(type_id);
-  counts_[type_id].num_evictable += num_groups(type_id);
+  ++num_evictable_[type_id];
 }
 
 void BlockPool::remove_from_evictable(BlockIndex index) {
   evictable_.remove(blocks_, index);
   const std::size_t type_id = at(index).type_id;
   num_evictable_ids_ -= num_groups(type_id);
-  counts_[type_id].num_evictable -= num_groups(type_id);
+  --num_evictable_[type_id];
 }
 
 void BlockPool::dissolve(BlockIndex index) {
   Block& block = at(index);
   if (!block.is_live) throw std::logic_error("a block must own ids to be freed, got one without");
   blank_.give_back(ids(block), num_groups(block.type_id));
-  counts_[block.type_id].num_owned -= num_groups(block.type_id);
   block.is_live = false;
   ++block.generation;
   unused_[block.type_id].push_back(index);

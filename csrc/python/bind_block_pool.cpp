@@ -230,8 +230,7 @@ nb::object type_counts(const PyPool& self) {
   std::vector<nb::tuple> all;
   for (std::size_t i = 0; i < self.pool->num_types(); ++i) {
     const TypeCounts counts = self.pool->counts(i);
-    all.push_back(nb::make_tuple(counts.num_owned - counts.num_evictable, counts.num_evictable,
-                                 counts.num_evicted));
+    all.push_back(nb::make_tuple(counts.num_referenced, counts.num_evictable, counts.num_evicted));
   }
   return to_tuple(std::move(all));
 }

@@ -221,8 +221,8 @@ MUTANTS = (
     Mutant(
         "an evicted block can still be hit",
         NATIVE_POOL,
-        "  indexes_[block.type_id]->remove(index);\n  block.digest = Digest{};\n  counts_",
-        "  counts_",
+        "  indexes_[block.type_id]->remove(index);\n  block.digest = Digest{};\n  ++num_evicted_",
+        "  ++num_evicted_",
     ),
     Mutant(
         "a cached block is blank when it is released",

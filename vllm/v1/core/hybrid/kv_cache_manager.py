@@ -106,6 +106,7 @@ class KVCacheManager:
             kv_cache_config.num_blocks, self.attention_types, settings, event_log
         )
         self._counters = self.block_pool.counters
+        self._refused = self._counters.refused_requests
         self.coordinator = create_coordinator(self.block_pool)
         self._admission = Admission(self.coordinator, self.block_pool, self._residency)
 
@@ -285,7 +286,7 @@ class KVCacheManager:
         placed = self._place(request, blocks, step, delay_cache_blocks, skip_zeroing_group_ids)
         if placed is None:
             self._counters.refused(request)
-        else:
+        elif self._refused:
             self._counters.allocated(request.request_id)
         return placed
 
@@ -309,7 +310,8 @@ class KVCacheManager:
             if allocated is None:
                 self._counters.refused(request)
                 return None
-            self._counters.allocated(request_id)
+            if self._refused:
+                self._counters.allocated(request_id)
             if self._residency is not None:
                 self._residency.allocated(allocated)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
@@ -370,7 +372,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, so that the tail of its tokens is reused first."""
-        self._counters.released(request)
+        if self._refused:
+            self._counters.released(request)
         self._gates.wake(request.request_id)
         self.coordinator.free(request.request_id)
 
@@ -380,7 +383,8 @@ class KVCacheManager:
         Returns:
             The blocks in the order of allocation; free them in reverse.
         """
-        self._counters.released(request)
+        if self._refused:
+            self._counters.released(request)
         self._gates.wake(request.request_id)
         return self.block_pool.detach(self.coordinator.forget(request.request_id))
 

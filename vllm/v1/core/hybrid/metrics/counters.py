@@ -31,11 +31,11 @@ class Counters:
         #: Of the last report; None before the first.
         self._block_counts: BlockCounts | None = None
         self._num_evicted = (0,) * len(self._names)
-        #: The last lookup, until its request is admitted: the request, the tokens that it could
-        #: have hit, and the cuts.
+        #: The last lookup, until its request is admitted: the request, the hit and the cuts.
         self._lookup: tuple[str, int, Sequence[int]] | None = None
-        #: Requests that were refused, and have not got blocks since.
-        self._refused: set[str] = set()
+        #: Requests that were refused, and have not got blocks since. Usually empty, so callers look
+        #: at it before they call `allocated` or `released`.
+        self.refused_requests: set[str] = set()
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -48,15 +48,15 @@ class Counters:
         Base's scheduler looks up a waiting request in every step until it is admitted. So only the
         last lookup counts, in `admitted`.
         """
-        self._lookup = request_id, hit.num_tokens + sum(hit.cuts), hit.cuts
+        self._lookup = request_id, hit.num_tokens, hit.cuts
 
     def admitted(self, request_id: str, num_hit_tokens: int) -> None:
         """The request of the last lookup was admitted with a hit of ``num_hit_tokens``."""
         if self._lookup is None or self._lookup[0] != request_id:
             return
-        events, (_, num_tokens, cuts) = self._events, self._lookup
+        events, (_, num_found, cuts) = self._events, self._lookup
         events.num_lookups += 1
-        events.num_lookup_tokens += num_tokens
+        events.num_lookup_tokens += num_found + sum(cuts)
         events.num_hit_tokens += num_hit_tokens
         # A coordinator without prefix cache makes no cuts.
         for type_stats, num_tokens in zip(events.types, cuts, strict=False):
@@ -67,22 +67,22 @@ class Counters:
 
     def refused(self, request: Request) -> None:
         """A request did not get blocks, because too few are free."""
-        self._refused.add(request.request_id)
+        self.refused_requests.add(request.request_id)
         if request.status in WAITING_STATUSES:
             self._events.num_refused += 1
             self._changed = True
 
     def allocated(self, request_id: str) -> None:
         """A request got what it asked for."""
-        if request_id in self._refused:
-            self._refused.remove(request_id)
+        if request_id in self.refused_requests:
+            self.refused_requests.remove(request_id)
             self._events.num_waited += 1
             self._changed = True
 
     def released(self, request: Request) -> None:
         """A request gave back its blocks. If it is preempted, it goes on to wait."""
         if request.is_finished():
-            self._refused.discard(request.request_id)
+            self.refused_requests.discard(request.request_id)
 
     def junction_kept(self, type_id: int) -> None:
         """The blocks of a type before a junction were cached."""
