@@ -39,6 +39,8 @@ class Panel:
     width: int
     height: int
     queries: tuple[Query, ...]
+    #: Values that are shown as a text in a colour.
+    mappings: Mapping[float, tuple[str, str]]
 
 
 def load() -> Any:
@@ -74,4 +76,9 @@ def _panel(panel: Any, variables: Mapping[str, str]) -> Panel:
             )
             for target in panel["targets"]
         ),
+        mappings={
+            float(value): (shown["text"], shown["color"])
+            for mapping in defaults.get("mappings", ())
+            for value, shown in mapping["options"].items()
+        },
     )
