@@ -25,7 +25,10 @@ BlockPool::BlockPool(std::int64_t num_blocks, std::vector<TypeShape> types, bool
     : types_(std::move(types)),
       blank_(num_blocks),
       records_evictions_(records_evictions),
-      unused_(types_.size()) {
+      num_indices_(types_.size()),
+      unused_(types_.size()),
+      num_evictable_(types_.size()),
+      num_evicted_(types_.size()) {
   constexpr std::size_t kMaxTypes = std::numeric_limits<std::uint8_t>::max();
   if (types_.size() > kMaxTypes) {
     throw std::invalid_argument("types must hold at most " + std::to_string(kMaxTypes) +
@@ -72,6 +75,19 @@ const Block& BlockPool::checked(BlockHandle handle) const {
   return found;
 }
 
+std::size_t BlockPool::num_evicted_ids() const {
+  std::size_t num_ids = 0;
+  for (std::size_t i = 0; i < num_types(); ++i) num_ids += num_evicted_[i] * num_groups(i);
+  return num_ids;
+}
+
+TypeCounts BlockPool::counts(std::size_t type_id) const {
+  const std::size_t num_live = num_indices_[type_id] - unused_[type_id].size();
+  const std::size_t num_evictable = num_evictable_[type_id], groups = num_groups(type_id);
+  return {(num_live - num_evictable) * groups, num_evictable * groups,
+          num_evicted_[type_id] * groups};
+}
+
 void BlockPool::make_room(std::size_t type_id, std::size_t num_blocks) {
   const std::size_t groups = num_groups(type_id), num_ids = num_blocks * groups;
   if (num_blocks > num_free() / groups) {
@@ -104,6 +120,7 @@ BlockIndex BlockPool::allocate(std::size_t type_id) {
   if (unused_[type_id].empty()) {
     index = static_cast<BlockIndex>(blocks_.size());
     blocks_.emplace_back();
+    ++num_indices_[type_id];
     at(index).type_id = static_cast<std::uint8_t>(type_id);
     at(index).ids = static_cast<std::uint32_t>(ids_.size());
     ids_.resize(ids_.size() + num_groups(type_id));
@@ -220,17 +237,21 @@ void BlockPool::uncache(BlockIndex index, std::uint32_t hash) {
   if (records_evictions_) evictions_.emplace_back(block.type_id, block.digest);
   indexes_[block.type_id]->remove(index, hash);
   block.digest = Digest{};
-  num_evicted_ids_ += types_[block.type_id].num_groups;
+  ++num_evicted_[block.type_id];
 }
 
 void BlockPool::add_to_evictable(BlockIndex index) {
   evictable_.append(blocks_, index);
-  num_evictable_ids_ += num_groups(at(index).type_id);
+  const std::size_t type_id = at(index).type_id;
+  num_evictable_ids_ += num_groups(type_id);
+  ++num_evictable_[type_id];
 }
 
 void BlockPool::remove_from_evictable(BlockIndex index) {
   evictable_.remove(blocks_, index);
-  num_evictable_ids_ -= num_groups(at(index).type_id);
+  const std::size_t type_id = at(index).type_id;
+  num_evictable_ids_ -= num_groups(type_id);
+  --num_evictable_[type_id];
 }
 
 void BlockPool::dissolve(BlockIndex index) {

@@ -24,6 +24,13 @@ struct TypeShape {
   std::int64_t hashes_per_block;  // the last of them is the hash of the block
 };
 
+// Physical ids of an attention type.
+struct TypeCounts {
+  std::size_t num_referenced;
+  std::size_t num_evictable;
+  std::size_t num_evicted;  // from the prefix cache, since start-up
+};
+
 // The physical blocks of all attention types, and the grouped blocks made of them.
 //
 // Every id except the null block's is in exactly one place: blank, in an evictable block (cached,
@@ -48,7 +55,8 @@ class BlockPool {
 
   std::size_t num_free() const { return blank_.size() + num_evictable_ids_; }
   std::size_t num_evictable_ids() const { return num_evictable_ids_; }
-  std::int64_t num_evicted_ids() const { return num_evicted_ids_; }
+  std::size_t num_evicted_ids() const;
+  TypeCounts counts(std::size_t type_id) const;
   const BlankBlockIds& blank() const { return blank_; }
   const PrefixIndex& index(std::size_t type_id) const { return *indexes_[type_id]; }
 
@@ -164,11 +172,13 @@ class BlockPool {
   // never touched costs nothing.
   std::vector<Block> blocks_;
   std::vector<std::int32_t> ids_;
+  std::vector<std::size_t> num_indices_;         // per type, in use or used before
   std::vector<std::vector<BlockIndex>> unused_;  // per type, indices to use again
   std::vector<std::unique_ptr<PrefixIndex>> indexes_;
   EvictionOrder evictable_;
   std::size_t num_evictable_ids_ = 0;
-  std::int64_t num_evicted_ids_ = 0;
+  std::vector<std::size_t> num_evictable_;  // per type, blocks
+  std::vector<std::size_t> num_evicted_;    // per type, blocks since start-up
   std::unordered_map<BlockIndex, std::uint32_t> detached_;
   std::vector<std::pair<std::size_t, Digest>> evictions_;
 };

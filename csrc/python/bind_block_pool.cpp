@@ -225,6 +225,16 @@ nb::object take_evictions(const PyPool& self) {
   return evictions;
 }
 
+// One tuple per type.
+nb::object type_counts(const PyPool& self) {
+  std::vector<nb::tuple> all;
+  for (std::size_t i = 0; i < self.pool->num_types(); ++i) {
+    const TypeCounts counts = self.pool->counts(i);
+    all.push_back(nb::make_tuple(counts.num_referenced, counts.num_evictable, counts.num_evicted));
+  }
+  return to_tuple(std::move(all));
+}
+
 nb::object find(const PyPool& self, nb::handle type_id, nb::handle block_hash) {
   const std::size_t type = to_type(self, type_id);
   const BlockIndex index = self.pool->index(type).find(to_digest(block_hash.ptr()));
@@ -257,6 +267,7 @@ void bind_block_pool(nb::module_& m) {
                    [](const PyPool& self) { return self.pool->num_evictable_ids(); })
       .def_prop_ro("num_evicted_ids",
                    [](const PyPool& self) { return self.pool->num_evicted_ids(); })
+      .def("type_counts", &type_counts)
       .def("new_table", &new_table, nb::arg("type_id"))
       .def("new_tables", &new_tables)
       .def("new_list", &new_list, nb::arg("type_id"))

@@ -64,6 +64,8 @@ class EngineResult:
 
     rounds: list[RoundResult] = field(default_factory=list)
     log: str = ""
+    #: Our metrics at the end, by name and value of their own label: the reason, the attention type.
+    own_metrics: dict[tuple[str, str], float] = field(default_factory=dict)
     manager: str | None = None
     scheduler: str | None = None
     num_groups: int = 0

@@ -55,6 +55,7 @@ def run_job(model: Path, rounds: Sequence[Round], engine_args: dict[str, Any]) -
         scheduler = getattr(in_process_core(llm), "scheduler", None)
         result = EngineResult() if scheduler is None else observe(scheduler)
         result.rounds = [run_round(llm, r) for r in rounds]
+        result.own_metrics = own_metrics(llm)
         manager = getattr(scheduler, "kv_cache_manager", None)
         if hasattr(manager, "check_integrity"):
             # The class's method: this check is not one that `observe` counts.
@@ -219,6 +220,16 @@ def describe(output: Any) -> tuple[bool, list[int], list[float], str, int, list[
     steps = zip(token_ids, completion.logprobs or [], strict=True)
     logprobs = [of_step[token].logprob for token, of_step in steps]
     return output.finished, token_ids, logprobs, completion.text, output.num_cached_tokens, []
+
+
+def own_metrics(llm: Any) -> dict[tuple[str, str], float]:
+    """The plugin's metrics, those of blocks summed over their states."""
+    totals: Counter[tuple[str, str]] = Counter()
+    for m in llm.get_metrics() if llm.llm_engine.log_stats else ():
+        if m.name.startswith("vllm:hybrid_kv_"):
+            label = m.labels.get("reason", m.labels.get("attention_type", ""))
+            totals[m.name.removeprefix("vllm:hybrid_kv_"), label] += m.value
+    return dict(totals)
 
 
 def metrics(llm: Any) -> Counter[str]:

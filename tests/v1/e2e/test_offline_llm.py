@@ -36,6 +36,22 @@ def test_says_once_how_the_cache_is_arranged(engines: EnginePair, tiny_gemma3: P
     (line,) = log_lines(hybrid)
     assert line.startswith("Hybrid KV cache: active, 2 managers for 6 KV cache groups")
     assert_same_outputs(base, hybrid)
+    assert base.own_metrics == {}
+    assert_metrics_agree(hybrid)
+
+
+def assert_metrics_agree(hybrid: EngineResult) -> None:
+    """`LLM.get_metrics` has the plugin's metrics, and they agree with vLLM's own."""
+    metrics = hybrid.own_metrics
+    assert metrics["active", ""] == 1
+    assert metrics["prefix_lookups", ""] == 2 * len(ROUNDS[0].prompts)
+    hits = hybrid.total("prefix_cache_hits")
+    assert metrics["prefix_hit_tokens", ""] == hits > 0
+    cuts = sum(number for (name, _), number in metrics.items() if name == "prefix_cut_tokens")
+    assert metrics["prefix_lookup_tokens", ""] == hits + cuts > hits
+    full, window = (metrics["blocks", name] for name in ("full_attention", "sliding_window 64"))
+    assert full > 0 and window > 0
+    assert metrics["admissions_refused", ""] == metrics["evicted_blocks", "full_attention"] == 0
 
 
 def test_needs_no_statistics_and_no_options(engines: EnginePair, tiny_gemma3: Path) -> None:
@@ -48,6 +64,7 @@ def test_needs_no_statistics_and_no_options(engines: EnginePair, tiny_gemma3: Pa
     assert hybrid.hybrid_is_active
     assert hybrid.num_checks == 0 < hybrid.num_steps
     assert not any(r.usage for r in hybrid.rounds)
+    assert hybrid.own_metrics == {}
     assert_same_outputs(base, hybrid)
     assert hybrid.rounds[1].num_cached_tokens == base.rounds[1].num_cached_tokens
     assert min(hybrid.rounds[1].num_cached_tokens) > 0
@@ -74,6 +91,7 @@ def test_engine_core_in_a_process_of_its_own(
     assert not any(r.usage for r in hybrid.rounds)
     assert hybrid.rounds[1].counters == base.rounds[1].counters
     assert hybrid.rounds[1].counters["prefix_cache_hits"] > 0
+    assert_metrics_agree(hybrid)
 
 
 def test_embedding_model_without_kv_cache(engines: EnginePair) -> None:
@@ -118,6 +136,9 @@ def test_can_be_off_for_one_engine(engines: EnginePair, tiny_gemma3: Path) -> No
     base = engines.base.run(tiny_gemma3, ROUNDS)
 
     assert_base_ran(off)
+    assert off.own_metrics == {
+        ("active", "hybrid_kv.enabled is false in additional_config"): 0,
+    }
     (line,) = log_lines(off)
     assert line.startswith("Hybrid KV cache: using base vLLM's manager, because")
     assert_same_outputs(base, off)

@@ -13,6 +13,7 @@ from support.plugin_state import collected_log, plugin_state_restored
 from vllm.config import VllmConfig
 from vllm.v1.core.hybrid import KVCacheManager, factory, plugin
 from vllm.v1.core.hybrid.factory import create_kv_cache_manager, current_engine
+from vllm.v1.core.hybrid.metrics.stats import take_stats
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 from vllm.v1.core.sched import scheduler
 
@@ -79,8 +80,12 @@ def test_the_engines_configuration_counts_too(log, engine):
 
 def test_off_for_an_engine(log, engine):
     engine(enabled=False, on_uncovered="error")
-    assert type(GEMMA.build(create_kv_cache_manager)) is BaseKVCacheManager
-    assert only_line(log).endswith("because hybrid_kv.enabled is false in additional_config")
+    manager = GEMMA.build(create_kv_cache_manager)
+    assert type(manager) is BaseKVCacheManager
+    reason = "hybrid_kv.enabled is false in additional_config"
+    assert only_line(log).endswith(f"because {reason}")
+    # Each report says so, because a front end may start later.
+    assert [take_stats(manager).reason_for_base for _ in range(2)] == [reason] * 2
 
 
 def test_an_uncovered_feature_can_be_made_an_error(log, engine):

@@ -32,6 +32,8 @@ from vllm.v1.core.hybrid.factory import EitherKVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 from vllm.v1.core.sched import scheduler
 from vllm.v1.engine import core
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.serial_utils import MsgpackDecoder
 
 
 def state():
@@ -40,6 +42,11 @@ def state():
         vars(scheduler)["KVCacheManager"],
         vars(scheduler.Scheduler)["__init__"],
         vars(EngineArgs)["create_engine_config"],
+        vars(scheduler)["SchedulerStats"],
+        vars(scheduler.Scheduler)["make_stats"],
+        vars(MsgpackDecoder)["__init__"],
+        vars(PrometheusStatLogger)["__init__"],
+        vars(PrometheusStatLogger)["record"],
         vars(kv_cache_utils)["get_request_block_hasher"],
         vars(core)["get_request_block_hasher"],
         ModelRegistry.models.get("Plamo2ForCausalLM"),

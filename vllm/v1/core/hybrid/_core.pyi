@@ -137,6 +137,11 @@ class BlockPool(metaclass=_NanobindType):
     def num_evicted_ids(self) -> int:
         """Physical ids evicted from the prefix cache since start-up."""
 
+    def type_counts(self) -> tuple[tuple[int, int, int], ...]:
+        """Per attention type: how many of its physical ids are referenced, how many are evictable,
+        and how many were evicted from the prefix cache since start-up.
+        """
+
     def new_table(self, type_id: int) -> BlockTable:
         """An empty block table for one attention type."""
 

@@ -64,7 +64,7 @@ class Admission:
                     blocks.tables, coordinator.peak_targets(whole), hits, num_skipped
                 )
                 if num_missing > num_free - num_hit_free - step.num_kept_free + reserved_blocks:
-                    return False
+                    return self._refuse(request)
             if not blocks.is_new and step.step_end > step.computed_end:
                 # What the request does not read any more makes room.
                 coordinator.release_unread(request, blocks, step.computed_end)
@@ -73,7 +73,7 @@ class Admission:
                 blocks.tables, coordinator.targets(step), hits, num_skipped
             )
             if num_missing > num_free - num_hit_free - step.num_kept_free:
-                return False
+                return self._refuse(request)
         has_hit = step.hit_end > request.num_computed_tokens
         # A load without a hit adopts an empty hit, so that null blocks stand for what the load
         # skips. A request with blocks, whose load has arrived, adopts nothing: base looks up a
@@ -83,3 +83,7 @@ class Admission:
             if self._residency is not None:
                 self._residency.hit(hits, num_skipped)
         return True
+
+    def _refuse(self, request: Request) -> bool:
+        self.block_pool.counters.refused(request)
+        return False

@@ -10,6 +10,7 @@ from vllm.v1.core.hybrid import _core
 from vllm.v1.core.hybrid._core import BlockTable, GroupedKVCacheBlock
 from vllm.v1.core.hybrid.attention_type import AttentionType
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog
+from vllm.v1.core.hybrid.metrics.counters import Counters
 from vllm.v1.core.hybrid.settings import CacheSettings
 
 logger = init_logger(__name__)
@@ -43,6 +44,8 @@ class BlockPool(_core.BlockPool):
         self.attention_types = tuple(attention_types)
         self.settings = settings
         self.event_log = event_log
+        #: Counts events for the metrics.
+        self.counters = Counters(attention_types)
 
     def get_usage(self) -> float:
         """Share of the pool that is referenced, 0.0 to 1.0."""
@@ -126,6 +129,15 @@ class BlockPool(_core.BlockPool):
         assert num_evictable == self.num_evictable_ids, (
             f"{num_evictable} ids are evictable, {self.num_evictable_ids} are counted"
         )
+        for type_id, (num_referenced, num_cached, _) in enumerate(self.type_counts()):
+            of_type = [block for block in live if block.type_id == type_id]
+            owned: Counter[bool] = Counter()
+            for block in of_type:
+                owned[block.ref_cnt > 0] += len(block.block_ids)
+            assert (num_referenced, num_cached) == (owned[True], owned[False]), (
+                f"{owned[True]} ids of type {type_id} are referenced and {owned[False]} evictable, "
+                f"{num_referenced} and {num_cached} are counted"
+            )
         self._check_indexes(live)
         places = Counter(self.blank_ids())
         for block in live:

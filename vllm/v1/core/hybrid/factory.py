@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.hybrid.attention_type import describe
 from vllm.v1.core.hybrid.coverage import EngineFacts, find_reason_for_base
 from vllm.v1.core.hybrid.kv_cache_manager import KVCacheManager
+from vllm.v1.core.hybrid.metrics.stats import report_base
 from vllm.v1.core.hybrid.options import HybridKVOptions
 from vllm.v1.core.kv_cache_manager import KVCacheManager as BaseKVCacheManager
 
@@ -41,7 +42,9 @@ def create_kv_cache_manager(*args: Any, **kwargs: Any) -> KVCacheManager | BaseK
     reason = find_reason_for_base(facts)
     if reason is not None:
         logger.info(_BASE, reason)
-        return BaseKVCacheManager(*args, **kwargs)
+        base = BaseKVCacheManager(*args, **kwargs)
+        report_base(base, reason)
+        return base
     options = HybridKVOptions.from_vllm_config(vllm_config)
     manager = KVCacheManager(
         *args, **kwargs, verify_every_step=options.check_integrity, is_covered=True
@@ -56,8 +59,11 @@ class _Either(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is EitherKVCacheManager:
             return create_kv_cache_manager(*args, **kwargs)
-        logger.info(_BASE, f"{cls.__module__}.{cls.__qualname__} subclasses it")
-        return super().__call__(*args, **kwargs)
+        reason = f"{cls.__module__}.{cls.__qualname__} subclasses it"
+        logger.info(_BASE, reason)
+        manager = super().__call__(*args, **kwargs)
+        report_base(manager, reason)
+        return manager
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         either = KVCacheManager | BaseKVCacheManager

@@ -13,9 +13,10 @@ from vllm.v1.core.hybrid.coverage import EngineFacts, find_uncovered_feature
 from vllm.v1.core.hybrid.gates import StepGates
 from vllm.v1.core.hybrid.kv_cache_blocks import BlocksByType, KVCacheBlocks, get_group_layout
 from vllm.v1.core.hybrid.kv_cache_events import KVCacheEventLog, wants_hits_reported
+from vllm.v1.core.hybrid.metrics.stats import HybridKVStats
 from vllm.v1.core.hybrid.residency import ResidencyMetrics
 from vllm.v1.core.hybrid.settings import CacheSettings
-from vllm.v1.core.hybrid.step import Step
+from vllm.v1.core.hybrid.step import WAITING_STATUSES, Step
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import (
@@ -24,10 +25,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 from vllm.v1.metrics.stats import PrefixCacheStats
-from vllm.v1.request import Request, RequestStatus
-
-#: Statuses of requests that do not run. Admitting one leaves the watermark free if others run.
-WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+from vllm.v1.request import Request
 
 
 class KVCacheManager:
@@ -107,6 +105,8 @@ class KVCacheManager:
         self.block_pool = BlockPool(
             kv_cache_config.num_blocks, self.attention_types, settings, event_log
         )
+        self._counters = self.block_pool.counters
+        self._refused = self._counters.refused_requests
         self.coordinator = create_coordinator(self.block_pool)
         self._admission = Admission(self.coordinator, self.block_pool, self._residency)
 
@@ -136,6 +136,7 @@ class KVCacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         hit = self.coordinator.find_hit(request.block_hashes, request.num_tokens - 1)
+        self._counters.looked_up(request.request_id, hit)
         if not hit.num_tokens:
             return self.empty_kv_cache_blocks, 0, hit.junction
         if self.enable_kv_cache_events and wants_hits_reported(request):
@@ -282,7 +283,12 @@ class KVCacheManager:
                 request, blocks, step, hits.by_type, whole_end, reserved_blocks
             ):
                 return None
-        return self._place(request, blocks, step, delay_cache_blocks, skip_zeroing_group_ids)
+        placed = self._place(request, blocks, step, delay_cache_blocks, skip_zeroing_group_ids)
+        if placed is None:
+            self._counters.refused(request)
+        elif self._refused:
+            self._counters.allocated(request.request_id)
+        return placed
 
     def continue_request(
         self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
@@ -302,7 +308,10 @@ class KVCacheManager:
             step = Step(computed_end, computed_end, step_end, slots_end, num_tokens, prompt_end)
             allocated = coordinator.allocate(request_id, blocks, step)
             if allocated is None:
+                self._counters.refused(request)
                 return None
+            if self._refused:
+                self._counters.allocated(request_id)
             if self._residency is not None:
                 self._residency.allocated(allocated)
             new_blocks = KVCacheBlocks(allocated, self._group_layout)
@@ -363,6 +372,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, so that the tail of its tokens is reused first."""
+        if self._refused:
+            self._counters.released(request)
         self._gates.wake(request.request_id)
         self.coordinator.free(request.request_id)
 
@@ -372,6 +383,8 @@ class KVCacheManager:
         Returns:
             The blocks in the order of allocation; free them in reverse.
         """
+        if self._refused:
+            self._counters.released(request)
         self._gates.wake(request.request_id)
         return self.block_pool.detach(self.coordinator.forget(request.request_id))
 
@@ -446,11 +459,20 @@ class KVCacheManager:
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Count an admitted request with a hit of ``num_hits`` tokens."""
         if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            preempted = request.num_preemptions > 0
             self.prefix_cache_stats.record(
-                num_tokens=request.num_tokens,
-                num_hits=num_hits,
-                preempted=request.num_preemptions > 0,
+                num_tokens=request.num_tokens, num_hits=num_hits, preempted=preempted
             )
+            # Like base's metrics, without the lookups of preempted requests.
+            if not preempted:
+                self._counters.admitted(request.request_id, num_hits)
+
+    def take_hybrid_kv_stats(self) -> HybridKVStats | None:
+        """Our statistics since the last call; None if nothing has changed. Base has no such method.
+
+        Without ``log_stats``, prefix cache lookups are not counted.
+        """
+        return self._counters.take(self.block_pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV cache events since the last call; empty when they are off."""

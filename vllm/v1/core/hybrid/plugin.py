@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin ``hybrid_kv``: base's scheduler builds its KV cache manager through our factory.
 
-While it is active, three names of base are replaced:
+While it is active, names of base are replaced:
 
 - ``KVCacheManager`` in the scheduler's module, by a class that builds the hybrid manager or base's;
 - ``Scheduler.__init__``, by a wrapper that gives the factory the engine's configuration;
-- ``EngineArgs.create_engine_config``, by a wrapper that checks our options first.
+- ``EngineArgs.create_engine_config``, by a wrapper that checks our options first;
+- those that `metrics.patches` lists.
 
 `activation` also wraps ``Platform.validate_environ``.
 """
@@ -31,6 +32,7 @@ def _apply(patches: Patches) -> None:
     # These imports take 0.1 s at most, because vLLM has loaded or will load most of them.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.hybrid.factory import EitherKVCacheManager, current_engine
+    from vllm.v1.core.hybrid.metrics import patches as metrics_patches
     from vllm.v1.core.hybrid.options import HybridKVOptions
     from vllm.v1.core.sched import scheduler
 
@@ -52,6 +54,7 @@ def _apply(patches: Patches) -> None:
     patches.replace(scheduler, "KVCacheManager", EitherKVCacheManager)
     patches.replace(scheduler.Scheduler, "__init__", scheduler_init)
     patches.replace(EngineArgs, "create_engine_config", create_engine_config)
+    metrics_patches.apply(patches)
 
 
 _plugin = Plugin(_apply, _find_obstacle)

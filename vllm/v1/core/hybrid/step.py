@@ -3,6 +3,10 @@
 
 import msgspec
 
+from vllm.v1.request import RequestStatus
+
+#: Statuses of requests that do not run. Admitting one leaves the watermark free if others run.
+WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 #: Larger than every position and count: where what never happens would, a count that means all,
 #: and one that limits nothing.
 NEVER = ALL = NO_LIMIT = 1 << 62

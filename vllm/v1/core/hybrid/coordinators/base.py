@@ -57,6 +57,9 @@ class Hit:
     num_tokens: int
     #: Where the answer of the first type asked ended, if that is beyond the hit; otherwise 0.
     junction: int = 0
+    #: Per type, the tokens by which it shortened the answer of the types asked before it. The first
+    #: type asked shortens the longest hit that the request could have.
+    cuts: Sequence[int] = ()
 
 
 class KVCacheCoordinator(ABC):

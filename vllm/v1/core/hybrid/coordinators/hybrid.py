@@ -29,15 +29,21 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         that all accept is the longest there is.
         """
         hits = list(self.no_blocks)
-        length, first_length = max_tokens, -1
+        cuts = [0] * len(hits)
+        # All answers are multiples of the scheduler block size.
+        length, first_length = max_tokens - max_tokens % self.scheduler_block_size, -1
         for manager in self._to_cut:
-            hits[manager.type_id], length = manager.find_longest_hit(block_hashes, length)
+            hits[manager.type_id], found = manager.find_longest_hit(block_hashes, length)
+            cuts[manager.type_id] += length - found
+            length = found
             if first_length < 0:
                 first_length = length  # no later answer is longer
         while True:
             candidate = length
             for manager in self._to_verify:
-                hits[manager.type_id], candidate = manager.find_longest_hit(block_hashes, candidate)
+                hits[manager.type_id], found = manager.find_longest_hit(block_hashes, candidate)
+                cuts[manager.type_id] += candidate - found
+                candidate = found
                 if first_length < 0:
                     first_length = candidate
             # With one type to verify, the candidate is its own answer.
@@ -50,4 +56,4 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             num_blocks = length // manager.block_size
             if num_blocks < len(hit):
                 hits[manager.type_id] = hit.truncated(num_blocks)
-        return Hit(tuple(hits), length, first_length if first_length > length else 0)
+        return Hit(tuple(hits), length, first_length if first_length > length else 0, cuts)

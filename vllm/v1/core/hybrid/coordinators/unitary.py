@@ -24,5 +24,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         if manager.num_peeked and manager.num_groups == 1:
             # As in base with a single group: the block after the hit must not hold the last token.
             max_tokens = max(max_tokens - manager.block_size, 0)
+        max_tokens -= max_tokens % self.scheduler_block_size
         blocks, num_tokens = manager.find_longest_hit(block_hashes, max_tokens)
-        return Hit((blocks,), num_tokens)
+        return Hit((blocks,), num_tokens, cuts=(max_tokens - num_tokens,))

@@ -79,8 +79,8 @@ def text_part(folder: str) -> Iterator[TextPart | None]:
     obstacle = _torchvision_obstacle()
     config = Path(folder, CONFIG_FILES[0])
     whole = json.loads(config.read_text()) if obstacle and config.is_file() else {}
-    text = whole.get("text_config")
-    architecture = _causal_lm(text["model_type"]) if text and "model_type" in text else None
+    text: dict[str, Any] = whole.get("text_config") or {}
+    architecture = _causal_lm(text["model_type"]) if "model_type" in text else None
     if architecture is None or not _knows(whole.get("architectures", [])):
         yield None
         return

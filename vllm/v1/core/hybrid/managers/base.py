@@ -162,6 +162,7 @@ class SingleTypeKVCacheManager(ABC):
             runs: Sequence[tuple[int, int]] = ((begin, end),)
             if not self.caches_all:
                 runs = self.cacheable_blocks(begin, end, boundaries)
+                self._count_junction(request, begin, end)
             for run in runs:
                 table.cache(*run, request.block_hashes)
             table.num_decided = end
@@ -174,6 +175,14 @@ class SingleTypeKVCacheManager(ABC):
             self.caches_all or self.event_log is not None or self.caches_beyond(end, boundaries)
         )
         return self.next_cacheable(table.num_decided) if caches_more else NEVER
+
+    def _count_junction(self, request: Request, begin: int, end: int) -> None:
+        """Count a junction if its blocks end among those from ``begin`` to before ``end``."""
+        if request.shared_prefix_boundary:
+            alignment = self.hit_alignment_tokens
+            junction = request.shared_prefix_boundary // alignment * alignment
+            if begin < junction // self.block_size + self.num_peeked <= end:
+                self.block_pool.counters.junction_kept(self.type_id)
 
     def num_cacheable_blocks(self, num_tokens: int) -> int:
         """How many blocks of the first ``num_tokens`` a hit can need.
