@@ -26,5 +26,6 @@ class EnginesInOneWorker(LoadScopeScheduling):
         return "engines" if nodeid.startswith(ENGINE_FOLDERS) else nodeid
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesInOneWorker:
     return EnginesInOneWorker(config, log)

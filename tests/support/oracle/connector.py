@@ -6,7 +6,7 @@ the simulated device what a load brings, and checks what a transfer to elsewhere
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,11 @@ class ConnectorSettings(ShortRepr):
     whole_prompts: bool = True
     #: A transfer takes up to so many steps longer than one.
     most_steps: int = 3
-    #: One asynchronous load in so many fails; 0: none.
+    #: One load in so many fails; 0: none. One within a step fails after the step has read it, which
+    #: is simulated without steps in flight only.
     fails: int = 0
-    #: Whether a failed load tells which blocks it failed for, as only for one group.
+    #: Whether a failed asynchronous load tells which blocks it failed for, as those within a step
+    #: always do. Some attention types may have all.
     names_blocks: bool = False
     #: Whether the blocks of some requests that have ended are sent elsewhere, and freed later.
     sends: bool = True
@@ -71,8 +73,9 @@ class Transfer:
     steps_left: int = 0
     #: Whether a load writes at once, or when it is done.
     early: bool = False
-    #: Where a load that fails begins to.
+    #: Where a load that fails begins to, and in which attention types; empty: in all.
     fails_at: int | None = None
+    fails_in: frozenset[int] = frozenset()
     #: Of a load, the owner of what it writes.
     serial: int = -1
 
@@ -144,20 +147,20 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
         if ids != tuple([b.block_id for b in group] for group in blocks.blocks):
             raise ProtocolFault(f"{request.request_id} has other blocks one by one")
         in_step = not self.settings.asynchronous
+        dice = self._dice(request, "load")
         load = Transfer(request.request_id, list(request.all_token_ids), span, ids, in_step)
         if not in_step:
             self._check_unhashed(load, blocks.get_unhashed_block_ids_all_groups())
-            dice = self._dice(request, "load")
             load.early = bool(dice % 2)
             load.steps_left = 1 + dice // 2 % (self.settings.most_steps + 1)
-            if self.settings.fails and dice // 16 % self.settings.fails == 0:
-                # Where blocks can be named, some are there before the load fails.
-                load.fails_at = 0
-                if self.settings.names_blocks:
-                    size = self.block_sizes[0]
-                    load.fails_at = (start + dice // 256 % num_external_tokens) // size * size
-                self._failures[request.request_id] += 1
             self._loading.add(request.request_id)
+        if self.settings.fails and dice // 16 % self.settings.fails == 0:
+            # Where blocks can be named, some are there before the load fails.
+            load.fails_at = 0
+            if self.settings.names_blocks or in_step:
+                load.fails_at = start + dice // 256 % num_external_tokens
+                load.fails_in = frozenset({dice // 65536 % 3} if dice // 32 % 2 else ())
+            self._failures[request.request_id] += 1
         self._pending.loads.append(load)
         self.num_tokens_loaded += num_external_tokens if load.fails_at is None else 0
 
@@ -228,6 +231,8 @@ class ConnectorWorker:
         self.num_reads = 0
         self._active = Transfers()
         self._loaded: dict[str, Transfer] = {}
+        #: Loads within the step that runs.
+        self._failed_in_step: list[Transfer] = []
 
     @property
     def is_busy(self) -> bool:
@@ -247,7 +252,10 @@ class ConnectorWorker:
         """The steps before the one that brings transfers have run: do its loads, begin to send."""
         for load in transfers.loads:
             if load.in_step:
-                self._write(load)
+                # If it fails, the step computes from what is not there, and its output is dropped.
+                self._write(load, range(len(self.types)))
+                if load.fails_at is not None:
+                    self._failed_in_step.append(load)
         self._active.sends += transfers.sends
 
     def take_load(self, req_id: str) -> Transfer | None:
@@ -262,17 +270,44 @@ class ConnectorWorker:
                 self._write(load)
             assert output.finished_recving is not None
             output.finished_recving.add(load.req_id)
-            if load.fails_at:
-                [size] = {tables.block_size for tables in self.types}
-                [ids] = load.block_ids
-                output.invalid_block_ids |= {i for i in ids[load.fails_at // size :] if i}
+            invalid = self._invalid_ids(load)
+            if invalid:
+                output.invalid_block_ids |= invalid
             elif load.fails_at is not None:
                 output.failed_recving.add(load.req_id)
+        for load in self._failed_in_step:
+            invalid = self._invalid_ids(load)
+            if invalid:
+                output.invalid_block_ids |= invalid
+                # What the step computed from them is as wrong.
+                self.memory.erase(sorted(self._ids_from(load, range(len(self.types)))))
+        self._failed_in_step.clear()
         for send in self._done(self._active.sends):
             self._check(send)
             assert output.finished_sending is not None
             output.finished_sending.add(send.req_id)
         return None if output.is_empty() else output
+
+    def _failed_types(self, load: Transfer) -> list[int]:
+        if load.fails_at is None:
+            return []
+        return [i for i in range(len(self.types)) if i in load.fails_in or not load.fails_in]
+
+    def _ids_from(self, load: Transfer, type_ids: Iterable[int]) -> set[int]:
+        """The blocks of some attention types from the one where a load fails on."""
+        assert load.fails_at is not None
+        return {
+            block_id
+            for tables in (self.types[i] for i in type_ids)
+            for ids in tables.select(load.block_ids)
+            for block_id in ids[load.fails_at // tables.block_size :].tolist()
+            if block_id
+        }
+
+    def _invalid_ids(self, load: Transfer) -> set[int]:
+        """Of a failed load that names its blocks, those that were not loaded."""
+        names_blocks = load.fails_at or (load.in_step and load.fails_at is not None)
+        return self._ids_from(load, self._failed_types(load)) if names_blocks else set()
 
     @staticmethod
     def _done(transfers: list[Transfer]) -> list[Transfer]:
@@ -282,16 +317,19 @@ class ConnectorWorker:
         transfers[:] = [transfer for transfer in transfers if transfer.steps_left]
         return done
 
-    def _write(self, load: Transfer) -> None:
+    def _write(self, load: Transfer, whole_types: Iterable[int] = ()) -> None:
         """Put what a load brings where its blocks are; null blocks are out of a window."""
-        span = load.span
-        if load.fails_at is not None:
-            span = range(span.start, max(load.fails_at, span.start))
-        for slots in self._slots(load, span):
+        spans = [load.span] * len(self.types)
+        for type_id in set(self._failed_types(load)).difference(whole_types):
+            assert load.fails_at is not None
+            size = self.types[type_id].block_size
+            end = max(load.fails_at // size * size, load.span.start)
+            spans[type_id] = range(load.span.start, end)
+        for slots in self._slots(load, spans):
             self.memory.write(slots, f"a load of {load.req_id}")
 
     def _check(self, send: Transfer) -> None:
-        for slots in self._slots(send, send.span):
+        for slots in self._slots(send, [send.span] * len(self.types)):
             wrong = self.memory.wrong(slots)
             if wrong.any():
                 group, i = np.argwhere(wrong)[0]
@@ -303,10 +341,10 @@ class ConnectorWorker:
                 )
             self.num_reads += wrong.size
 
-    def _slots(self, transfer: Transfer, span: range) -> Iterator[Slots]:
+    def _slots(self, transfer: Transfer, spans: Sequence[range]) -> Iterator[Slots]:
         """Per attention type, the slots of positions that have any."""
         identities = prefix_identities(transfer.tokens, self.identities[transfer.req_id])
-        for tables in self.types:
+        for tables, span in zip(self.types, spans, strict=True):
             ids = tables.select(transfer.block_ids)
             if ids.shape[1] * tables.block_size < span.stop:
                 raise ProtocolFault(

@@ -4,6 +4,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from vllm.v1.core.encoder_cache_manager import (
     EncoderCacheManager,
     EncoderDecoderCacheManager,
 )
+from vllm.v1.core.hybrid import load_failures
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -106,6 +108,9 @@ class OracleEngine:
                 hash_block_size=hash_block_size,
                 log_stats=settings.log_stats,
             )
+        # The plugin changes the class. It is the same for base's manager.
+        for name, ours in load_failures.replacements(scheduler_cls).items():
+            setattr(self.scheduler, name, MethodType(ours, self.scheduler))
         self.scheduler.use_v2_model_runner = settings.model_runner_v2
         self.scheduler.num_lookahead_tokens = settings.num_slots_ahead
         # The config's model is a text model; images need a place to be encoded.

@@ -105,7 +105,8 @@ def test_admission_counts_the_encoder(manager_class: Any) -> None:
 
 def test_blocks_that_are_reserved_or_below_the_watermark(manager_class: Any) -> None:
     req = new_request("r", 20)
-    manager = make_manager(manager_class, 10)
+    manager = make_manager(manager_class, 16)
+    assert admit(manager, new_request("other", 20), 50) == [2, 4]
     assert admit(manager, req, 50, reserved_blocks=4) is None
     assert num_free(manager) == 9
     assert admit(manager, req, 50, reserved_blocks=3) == [2, 4]

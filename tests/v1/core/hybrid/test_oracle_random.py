@@ -42,7 +42,7 @@ def test_random_case_on_the_hybrid_manager(case: Case) -> None:
 
 
 @_settings
-@given(case=cases())
+@given(case=cases(for_base=True))
 def test_random_case_on_base(case: Case) -> None:
     run_case(BaseManager, case)
 

@@ -35,12 +35,12 @@ class Admission:
         step: Step,
         hits: BlocksByType,
         whole_end: int = 0,
-        reserved_blocks: int = 0,
     ) -> bool:
         """Adopt ``hits`` (per type, maybe empty) if ``step`` can be allocated afterwards.
 
-        Slots up to ``whole_end`` must fit, too. For them, the ``reserved_blocks`` in
-        ``step.num_kept_free`` count as free: others need them first, and free them later.
+        Slots up to ``whole_end`` must fit, too, beside the ``step.num_kept_free`` blocks. Then all
+        requests in flight can end, whichever goes on first. In base, the kept blocks count as free
+        for this check, so that the request can wait for others that wait for it.
 
         Returns:
             Whether the request is admitted. If not, nothing is adopted, but blocks that are no
@@ -60,10 +60,9 @@ class Admission:
             num_hit_free = pool.count_evictable_ids(hits, num_skipped)
             if whole_end:
                 whole = replace(step, step_end=whole_end, slots_end=whole_end)
-                num_missing = pool.num_missing_ids(
-                    blocks.tables, coordinator.peak_targets(whole), hits, num_skipped
-                )
-                if num_missing > num_free - num_hit_free - step.num_kept_free + reserved_blocks:
+                targets = coordinator.peak_targets(whole, blocks.tables, num_skipped)
+                num_missing = pool.num_missing_ids(blocks.tables, targets, hits, num_skipped)
+                if num_missing > num_free - num_hit_free - step.num_kept_free:
                     return self._refuse(request)
             if not blocks.is_new and step.step_end > step.computed_end:
                 # What the request does not read any more makes room.

@@ -233,11 +233,12 @@ class KVCacheManager:
             num_lookahead_tokens: Slots beyond the new tokens.
             num_external_computed_tokens: Tokens after the hit that a KV connector loads into
                 blocks that are allocated here.
-            delay_cache_blocks: Leave caching to a later `cache_blocks` call.
+            delay_cache_blocks: Leave caching to a later `cache_blocks` call. The step only begins
+                a load, which cannot be preempted. So all of the request's tokens must fit, too.
             num_encoder_tokens: Slots for what the encoder computes in the step, for cross
                 attention; 0 from the next step on.
             full_sequence_must_fit: Admit only if all of the request's tokens would fit.
-            reserved_blocks: Physical blocks to leave free for others.
+            reserved_blocks: Physical blocks to leave free for others, as long as others hold any.
             has_scheduled_reqs: Whether other requests run. If so, a waiting request must leave the
                 watermark free.
             skip_zeroing_group_ids: KV cache groups whose new blocks a load fills after this step,
@@ -261,6 +262,9 @@ class KVCacheManager:
             # Its load has arrived, or a streaming session has a new input.
             self.coordinator.resume_caching(blocks, request.num_computed_tokens)
             self._gates.wake(request.request_id)
+        if reserved_blocks and blocks.is_new and not self.coordinator.requests:
+            # Base adds blocks for draft tokens, which the smallest pool does not have.
+            reserved_blocks = 0
         watermark = self.watermark_blocks if is_waiting and has_scheduled_reqs else 0
         hit_end = request.num_computed_tokens + num_new_computed_tokens
         computed_end = min(hit_end + num_external_computed_tokens, self.max_model_len)
@@ -278,10 +282,9 @@ class KVCacheManager:
         )
         if full_sequence_must_fit or has_hit_or_load:
             hits = new_computed_blocks or self.empty_kv_cache_blocks
-            whole_end = min(num_tokens, self.max_model_len) if full_sequence_must_fit else 0
-            if not self._admission.admit(
-                request, blocks, step, hits.by_type, whole_end, reserved_blocks
-            ):
+            must_fit = full_sequence_must_fit or delay_cache_blocks
+            whole_end = min(num_tokens, self.max_model_len) if must_fit else 0
+            if not self._admission.admit(request, blocks, step, hits.by_type, whole_end):
                 return None
         placed = self._place(request, blocks, step, delay_cache_blocks, skip_zeroing_group_ids)
         if placed is None:

@@ -6,7 +6,7 @@ While it is active, names of base are replaced:
 - ``KVCacheManager`` in the scheduler's module, by a class that builds the hybrid manager or base's;
 - ``Scheduler.__init__``, by a wrapper that gives the factory the engine's configuration;
 - ``EngineArgs.create_engine_config``, by a wrapper that checks our options first;
-- those that `metrics.patches` lists.
+- those that `load_failures` and `metrics.patches` list.
 
 `activation` also wraps ``Platform.validate_environ``.
 """
@@ -31,6 +31,7 @@ def _find_obstacle() -> str | None:
 def _apply(patches: Patches) -> None:
     # These imports take 0.1 s at most, because vLLM has loaded or will load most of them.
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.hybrid import load_failures
     from vllm.v1.core.hybrid.factory import EitherKVCacheManager, current_engine
     from vllm.v1.core.hybrid.metrics import patches as metrics_patches
     from vllm.v1.core.hybrid.options import HybridKVOptions
@@ -54,6 +55,7 @@ def _apply(patches: Patches) -> None:
     patches.replace(scheduler, "KVCacheManager", EitherKVCacheManager)
     patches.replace(scheduler.Scheduler, "__init__", scheduler_init)
     patches.replace(EngineArgs, "create_engine_config", create_engine_config)
+    load_failures.apply(patches, scheduler.Scheduler)
     metrics_patches.apply(patches)
 
 

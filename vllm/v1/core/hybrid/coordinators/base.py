@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all coordinators share."""
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -145,9 +146,17 @@ class KVCacheCoordinator(ABC):
             targets = self._common_targets[num_units] = [m.target(step) for m in self.managers]
         return targets
 
-    def peak_targets(self, step: Step) -> list[Target]:
-        """Per type, the target, capped at the most blocks that a request ever holds."""
-        return [m.peak_target(step) for m in self.managers]
+    def peak_targets(
+        self, step: Step, tables: Sequence[BlockTable], num_skipped: Sequence[int]
+    ) -> list[Target]:
+        """Per type, the target, capped at the most blocks that a request ever holds.
+
+        ``num_skipped`` is what `num_skipped_blocks` returned, for tables that are still empty.
+        """
+        return [
+            manager.peak_target(step, table.num_released if len(table) else skipped)
+            for manager, table, skipped in zip(self.managers, tables, num_skipped, strict=True)
+        ]
 
     def max_physical_blocks(self, num_tokens: int) -> int:
         """An upper bound of the physical blocks that all types need for ``num_tokens``."""
@@ -187,7 +196,8 @@ class KVCacheCoordinator(ABC):
     ) -> int:
         """Physical blocks that must be free, with the name and arguments of base's callers.
 
-        Base's scheduler calls it for requests that wait for a load, without a new hit.
+        Base's scheduler calls it for each request whose prefill is in flight, and has the sum of
+        the answers kept free when it admits an asynchronous load.
 
         Raises:
             ValueError: if ``new_computed_blocks`` are not empty.
@@ -197,12 +207,12 @@ class KVCacheCoordinator(ABC):
         end, step_end = total_computed_tokens, num_tokens_main_model
         # A prompt that ends where the prefill ends.
         step = Step(end, end, step_end, num_tokens, prefill_end, prefill_end, num_encoder_tokens)
-        return self.block_pool.num_missing_ids(
-            self.blocks_of(request_id).tables,
-            self.peak_targets(step) if apply_admission_cap else self.targets(step),
-            self.no_blocks,
-            self.num_skipped_blocks(end, end),
-        )
+        tables, num_skipped = self.blocks_of(request_id).tables, self.num_skipped_blocks(end, end)
+        if apply_admission_cap:
+            targets: Sequence[Target] = self.peak_targets(step, tables, num_skipped)
+        else:
+            targets = self.targets(step)
+        return self.block_pool.num_missing_ids(tables, targets, self.no_blocks, num_skipped)
 
     def allocate(
         self,
@@ -296,6 +306,37 @@ class KVCacheCoordinator(ABC):
         """A request's blocks per type; none for an unknown request."""
         known = self.requests.get(request_id)
         return tuple([t.blocks() for t in known.tables]) if known is not None else self.no_blocks
+
+    def first_position(self, request_id: str, block_ids: Collection[int]) -> int | None:
+        """Where the first block of a request begins that has one of the physical ids, if any."""
+        positions = []
+        for manager, blocks in zip(self.managers, self.get_blocks(request_id), strict=True):
+            for ids in blocks.block_ids():
+                found = (i for i, block_id in enumerate(ids) if block_id in block_ids)
+                positions += [manager.block_begin(i) for i in itertools.islice(found, 1)]
+        return min(positions, default=None)
+
+    def ids_from(self, request_id: str, position: int) -> set[int]:
+        """Physical ids of a request's blocks from the ones that hold ``position`` on."""
+        ids: set[int] = set()
+        for manager, blocks in zip(self.managers, self.get_blocks(request_id), strict=True):
+            begin = sum(manager.block_begin(i + 1) <= position for i in range(len(blocks)))
+            for of_group in blocks.block_ids():
+                ids.update(of_group[begin:])
+        return ids - {0}
+
+    def resume_position(self, request_id: str, max_tokens: int) -> int:
+        """How many of a request's first ``max_tokens`` tokens need not be computed again.
+
+        The blocks up to ``max_tokens`` that the request holds are valid, and none after them.
+        Returns a multiple of the scheduler block size: the last if all types hold what a query
+        there reads, otherwise 0.
+        """
+        end = max_tokens // self.scheduler_block_size * self.scheduler_block_size
+        tables = self.blocks_of(request_id).tables
+        # At an earlier end, windows hold no more.
+        holds_all = all(m.can_resume(t, end) for m, t in zip(self.managers, tables, strict=True))
+        return end if holds_all else 0
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the first broken invariant of tables, index and pool."""

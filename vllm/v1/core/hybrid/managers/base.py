@@ -82,6 +82,15 @@ class SingleTypeKVCacheManager(ABC):
         """Blocks at the beginning of a table that hold the first ``num_computed_tokens``."""
         return -(-num_computed_tokens // self.block_size)
 
+    def block_begin(self, i: int) -> int:
+        """Position of the first token that depends on block ``i`` of a table."""
+        return i * self.block_size
+
+    def can_resume(self, table: BlockTable, end: int) -> bool:
+        """Whether a table still has the blocks that a query at position ``end`` reads."""
+        num_unread = self.num_skipped_tokens(end - self.num_reread_tokens)
+        return table.num_released <= num_unread // self.block_size
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that no query after ``num_computed_tokens`` attends to."""
         return 0
@@ -135,10 +144,15 @@ class SingleTypeKVCacheManager(ABC):
             self.settings.max_in_flight_tokens, self.settings.max_model_len
         )
 
-    def peak_target(self, step: Step) -> Target:
-        """`target`, capped at the most blocks that a request ever holds."""
+    def peak_target(self, step: Step, num_null: int) -> Target:
+        """`target`, capped at the most blocks that a request ever holds.
+
+        The table begins with ``num_null`` null blocks, or will once a hit is adopted. They take no
+        room, so they do not count towards the cap. Base counts them: it takes a request for one
+        that has nearly all its blocks when half of its window is still to come.
+        """
         num_blocks, num_written = self.target(step)
-        return min(num_blocks, self.max_blocks_per_request), num_written
+        return min(num_blocks, num_null + self.max_blocks_per_request), num_written
 
     def release_skipped(self, table: BlockTable, num_processed_tokens: int) -> int:
         """Release the blocks that no query after ``num_processed_tokens`` attends to.

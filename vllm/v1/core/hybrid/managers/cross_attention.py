@@ -35,6 +35,10 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     def num_slots(self, table: BlockTable) -> int:
         return NO_LIMIT
 
+    def block_begin(self, i: int) -> int:
+        """0: every token attends to all blocks."""
+        return 0
+
     def num_computed_blocks(self, num_computed_tokens: int) -> int:
         """All blocks: they are full from the first step on."""
         return ALL

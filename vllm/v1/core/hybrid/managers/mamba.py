@@ -83,6 +83,10 @@ class MambaManager(RecentBlocksManager):
             checkpoint_alignment=self.checkpoint_alignment,
         )
 
+    def can_resume(self, table: BlockTable, end: int) -> bool:
+        """Only from the beginning: the block of an earlier token may hold a later state."""
+        return end == 0
+
     def is_usable(self, hit: BlockList) -> bool:
         """Whether the state of a hit exists when this step begins.
 
