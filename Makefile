@@ -6,7 +6,7 @@ TEST_ARGS ?=
 # Processes that run tests; one of them runs all tests that start an engine.
 TEST_JOBS ?= 2
 
-.PHONY: help setup serve test lint types docs lock clean
+.PHONY: help setup serve test lint types docs wheels lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -33,6 +33,9 @@ types: setup ## Check types
 
 docs: setup ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
+
+wheels: ## Build the wheels into dist/, for Python 3.11 and for 3.12 and newer
+	@$(PYTHON) -m tools.wheels
 
 lock: ## Resolve requirements/cpu.in anew; takes minutes
 	@$(PYTHON) -m tools.lock

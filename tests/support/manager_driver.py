@@ -366,7 +366,8 @@ class ManagerDriver(ManagerModel):
             "clipped": [len(t) for t in clipped],
             "cached": manager.estimate_cached_tokens(live),
             # With states, base subtracts blocks of steps in flight that these tokens do not need.
-            "remaining": [max(n, 0) for n in remaining] if self.setup.holds_states else remaining,
+            # It takes null blocks for blocks that the request has already.
+            "remaining": [max(n, 0) for n in remaining] if all(map(all, ids)) else None,
             "common": manager.get_num_common_prefix_blocks(request_id),
         }
 

@@ -39,6 +39,7 @@ LAYERS = {
         "test_oracle_random.py",
         "test_oracle_mamba.py",
         "test_oracle_connector.py",
+        "test_load_failures.py",
     ),
 }
 NOT_CAUGHT = ""

@@ -35,6 +35,7 @@ COORDINATOR = "coordinators/base.py"
 HYBRID = "coordinators/hybrid.py"
 ENCODER = "managers/cross_attention.py"
 ADMISSION = "admission.py"
+LOADS = "load_failures.py"
 STEP = "step.py"
 GATES = "gates.py"
 BLOCKS = "kv_cache_blocks.py"
@@ -167,8 +168,8 @@ MUTANTS = (
     Mutant(
         "admission does not count the encoder",
         ADMISSION,
-        "coordinator.peak_targets(whole)",
-        "coordinator.peak_targets(type(whole)(0, 0, whole.step_end, whole.slots_end, 0, 0))",
+        "coordinator.peak_targets(whole, ",
+        "coordinator.peak_targets(type(whole)(0, 0, whole.step_end, whole.slots_end, 0, 0), ",
     ),
     Mutant(
         "no token is left to compute",
@@ -288,7 +289,7 @@ MUTANTS = (
     Mutant(
         "admission counts a window as if it kept everything",
         ADMISSION,
-        "coordinator.peak_targets(whole)",
+        "coordinator.peak_targets(whole, blocks.tables, num_skipped)",
         "coordinator.targets(whole)",
     ),
     Mutant(
@@ -465,5 +466,65 @@ MUTANTS = (
         MANAGER,
         "            self._gates.wake(request.request_id)\n",
         "",
+    ),
+    Mutant(
+        "null blocks count as blocks that a parked load has",
+        BASE,
+        "num_null + self.max_blocks_per_request",
+        "self.max_blocks_per_request",
+    ),
+    Mutant(
+        "a load begins though it does not fit beside others to its end",
+        MANAGER,
+        "full_sequence_must_fit or delay_cache_blocks",
+        "full_sequence_must_fit",
+    ),
+    Mutant(
+        "a lone load leaves blocks for draft tokens that the pool does not have",
+        MANAGER,
+        "delay_cache_blocks and blocks.is_new and not self.coordinator.requests",
+        "False",
+    ),
+    Mutant(
+        "a request whose load failed stays before others",
+        LOADS,
+        "return has_room(self, request)",
+        "return True",
+    ),
+    Mutant(
+        "blocks are kept free for a request whose load failed",
+        LOADS,
+        "self._inflight_prefills.discard(request)",
+        "pass",
+    ),
+    Mutant(
+        "a request goes on after a window that was not loaded",
+        COORDINATOR,
+        "return end if holds_all else 0",
+        "return end",
+    ),
+    Mutant(
+        "what was computed from a block that failed to load stays",
+        LOADS,
+        "invalid |= manager.coordinator.ids_from(request.request_id, position)",
+        "pass",
+    ),
+    Mutant(
+        "blocks that failed to load stay in the prefix cache",
+        LOADS,
+        "manager.evict_blocks(invalid)",
+        "pass",
+    ),
+    Mutant(
+        "the worker is not told of a request that lost its blocks",
+        LOADS,
+        "scheduler.prev_step_scheduled_req_ids.discard(request.request_id)",
+        "pass",
+    ),
+    Mutant(
+        "a load that always fails is repeated for ever",
+        LOADS,
+        "num_failed >= MOST_FAILED_LOADS",
+        "False",
     ),
 )

@@ -76,7 +76,7 @@ JUNCTION = Program(
 
 
 def test_ample_pools() -> None:
-    totals = explore(speculating(one_block_size=True), run, 50)
+    totals = explore(speculating(one_block_size=True), run, 80)
     # Random programs meet a junction so seldom that one is given.
     totals.update(run(JUNCTION))
     print(f"\nspeculation, ample pools: {totals}")
@@ -87,7 +87,7 @@ def test_ample_pools() -> None:
 
 
 def test_tight_pools() -> None:
-    totals = explore(speculating(one_block_size=True, tight=True), run, 50)
+    totals = explore(speculating(one_block_size=True, tight=True), run, 80)
     print(f"\nspeculation, tight pools: {totals}")
     assert totals["ops"] >= 1000
     assert min(totals.both("evictions")) > 0

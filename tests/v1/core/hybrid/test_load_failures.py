@@ -90,12 +90,27 @@ def test_a_lone_request_whose_load_failed(kinds: Any, num_blocks: int) -> None:
         for manager_cls in (BaseManager, HybridManager):
             engine = make_engine(manager_cls, kinds, num_blocks, connector)
             engine.add_request(tokens(1, 190), 4)
+            kept_free = spy_on_reservations(engine)
             try:
                 engine.run_until_done()
             except OutcomeFault:
                 stuck[manager_cls] += 1
+            assert manager_cls is BaseManager or not any(kept_free)
     assert stuck[BaseManager] > 0
     assert stuck[HybridManager] == 0
+
+
+def spy_on_reservations(engine: OracleEngine) -> list[int]:
+    """What the scheduler will keep free for requests in flight, each time that a load begins."""
+    reserved: list[int] = []
+    real = engine.scheduler._inflight_prefill_reserved_blocks
+
+    def spy() -> int:
+        reserved.append(real())
+        return reserved[-1]
+
+    engine.scheduler._inflight_prefill_reserved_blocks = spy  # type: ignore[method-assign]
+    return reserved
 
 
 # Failed loads that name their blocks

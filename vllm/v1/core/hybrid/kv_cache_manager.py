@@ -238,7 +238,8 @@ class KVCacheManager:
             num_encoder_tokens: Slots for what the encoder computes in the step, for cross
                 attention; 0 from the next step on.
             full_sequence_must_fit: Admit only if all of the request's tokens would fit.
-            reserved_blocks: Physical blocks to leave free for others, as long as others hold any.
+            reserved_blocks: Physical blocks to leave free for others. A load ignores it as long as no
+                other request holds blocks.
             has_scheduled_reqs: Whether other requests run. If so, a waiting request must leave the
                 watermark free.
             skip_zeroing_group_ids: KV cache groups whose new blocks a load fills after this step,
@@ -262,7 +263,7 @@ class KVCacheManager:
             # Its load has arrived, or a streaming session has a new input.
             self.coordinator.resume_caching(blocks, request.num_computed_tokens)
             self._gates.wake(request.request_id)
-        if reserved_blocks and blocks.is_new and not self.coordinator.requests:
+        if delay_cache_blocks and blocks.is_new and not self.coordinator.requests:
             # Base adds blocks for draft tokens, which the smallest pool does not have.
             reserved_blocks = 0
         watermark = self.watermark_blocks if is_waiting and has_scheduled_reqs else 0
