@@ -53,7 +53,9 @@ def oracle_settings(draw: st.DrawFn, for_base: bool) -> OracleSettings:
         model_runner_v2=draw(st.booleans()),
         vocab_size=draw(st.sampled_from([64, 256])),
         run_early=draw(st.booleans()),
-        connector=draw(connectors(for_base)) if draw(st.sampled_from([False, False, True])) else None,
+        connector=draw(connectors(for_base))
+        if draw(st.sampled_from([False, False, True]))
+        else None,
     )
 
 

@@ -149,7 +149,7 @@ def test_blocks_of_several_types(
     with pytest.raises(RuntimeError, match="multiple KV cache groups"):
         for seed in range(12):
             serve_named_failures(BaseManager, kinds, seed, asynchronous=asynchronous)
-    resumed_at = []
+    resumed_at: list[int] = []
     recover = load_failures.recover
 
     def spy(scheduler: Any, invalid_block_ids: set[int]) -> set[str]:

@@ -238,8 +238,8 @@ class KVCacheManager:
             num_encoder_tokens: Slots for what the encoder computes in the step, for cross
                 attention; 0 from the next step on.
             full_sequence_must_fit: Admit only if all of the request's tokens would fit.
-            reserved_blocks: Physical blocks to leave free for others. A load ignores it as long as no
-                other request holds blocks.
+            reserved_blocks: Physical blocks to leave free for others. A load ignores it as long as
+                no other request holds blocks.
             has_scheduled_reqs: Whether other requests run. If so, a waiting request must leave the
                 watermark free.
             skip_zeroing_group_ids: KV cache groups whose new blocks a load fills after this step,
