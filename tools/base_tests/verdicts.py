@@ -28,6 +28,18 @@ NEEDS_BASE = {
     "walks through the dictionary inside of base's prefix cache": (
         "test_invalid_blocks_evicted_prevents_cache_pollution",
     ),
+    "expects that failed blocks of several groups end the engine": (
+        "test_block_level_load_failure_fails_closed_with_multiple_groups",
+    ),
+    "expects that a request whose load failed within a step keeps running": (
+        "test_sync_recompute_blocks_not_freed_for_running_requests",
+        "test_sync_load_failure[100-99-invalid_block_idxs0]",
+        "test_sync_load_failure[100-99-invalid_block_idxs1]",
+        "test_sync_load_failure[100-99-invalid_block_idxs2]",
+        "test_sync_load_failure_with_shared_blocks[100-99-50-invalid_block_idxs0]",
+        "test_sync_load_failure_with_shared_blocks[100-99-50-invalid_block_idxs1]",
+        "test_sync_load_failure_with_shared_blocks[100-99-50-invalid_block_idxs2]",
+    ),
     "expects the order in which base hands out blocks after a reset": (
         "test_request_finished_mixed_full_attn_and_sliding_window",
     ),

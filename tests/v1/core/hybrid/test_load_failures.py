@@ -168,6 +168,30 @@ def test_blocks_of_several_types(
     assert any(resumed_at) == asynchronous
 
 
+def test_a_load_that_reports_failed_blocks_twice() -> None:
+    """The later report of a later block does not bring back what failed before."""
+    connector = ConnectorSettings(whole_prompts=False, sends=False)
+    engine = make_engine(HybridManager, GEMMA, 200, connector)
+    load = engine.connector
+    assert load is not None
+
+    def match(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        load._starts[request.request_id] = num_computed_tokens
+        return 48, True
+
+    load.get_num_new_matched_tokens = match  # type: ignore[method-assign]
+    req_id = engine.add_request(tokens(1, 190), 4)
+    engine.schedule()
+    scheduler = engine.scheduler
+    full_attention = engine.manager.get_block_ids(req_id)[0]
+    request = scheduler.requests[req_id]
+    for block, num_computed in ((2, 32), (0, 0), (1, 0)):
+        scheduler._handle_invalid_blocks({full_attention[block]}, {})
+        assert request.num_computed_tokens == num_computed
+    engine.receive()
+    engine.run_until_done()
+
+
 def test_requests_that_share_what_was_computed_from_a_failed_block() -> None:
     """The block that failed is out of the second request's window, but its hit depends on it."""
     connector = ConnectorSettings(asynchronous=False, sends=False)

@@ -6,8 +6,10 @@ blocks that were not loaded. For blocks, base supports models with one KV cache 
 the request go on from the first of the blocks, which is wrong if the window before that block was
 never loaded either. Where the hybrid manager is active, methods of ``Scheduler`` are replaced:
 
-- ``_handle_invalid_blocks``. The request goes on from the last position before the first failed
-  block where the blocks of all types are held, or is computed from its beginning.
+- ``_handle_invalid_blocks``, except for asynchronous loads of models with one group of full
+  attention, which base gets right. A request that waits for its load goes on from the last position
+  before the first failed block, if the blocks of all types are held there. Otherwise it is computed
+  from its beginning. A request that runs is preempted.
 - ``_handle_failed_recving``, by a wrapper. After `MOST_FAILED_LOADS` failed loads, a request is
   computed without the prefix cache, so that a connector that always fails cannot keep it for ever.
 - ``_handle_blocked_waiting_request``, by a wrapper. A request whose load failed as a whole holds no
@@ -49,9 +51,15 @@ def replacements(owner: Any) -> dict[str, Callable[..., Any]]:
     def handle_invalid_blocks(
         self: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> Any:
-        if isinstance(self.kv_cache_manager, KVCacheManager):
+        if not isinstance(self.kv_cache_manager, KVCacheManager):
+            return handle_blocks(self, invalid_block_ids, num_scheduled_tokens)
+        if not base_can_recover(self, invalid_block_ids):
             return recover(self, invalid_block_ids)
-        return handle_blocks(self, invalid_block_ids, num_scheduled_tokens)
+        failed_before = set(self.failed_recving_kv_req_ids)
+        dropped = handle_blocks(self, invalid_block_ids, num_scheduled_tokens)
+        failed = self.failed_recving_kv_req_ids - failed_before
+        count_failed_loads(self.requests[req_id] for req_id in failed)
+        return dropped
 
     @functools.wraps(handle_requests)
     def handle_failed_recving(self: Any, failed_req_ids: set[str]) -> Any:
@@ -78,6 +86,19 @@ def replacements(owner: Any) -> dict[str, Callable[..., Any]]:
         "_handle_failed_recving": handle_failed_recving,
         "_handle_invalid_blocks": handle_invalid_blocks,
     }
+
+
+def base_can_recover(scheduler: Any, invalid_block_ids: set[int]) -> bool:
+    """Whether base's scheduler does what is right with failed blocks.
+
+    It does if the only KV cache group holds the whole prefix, and all loads are asynchronous.
+    """
+    manager: KVCacheManager = scheduler.kv_cache_manager
+    if manager.num_kv_cache_groups != 1 or not manager.coordinator.managers[0].downward_closed:
+        return False
+    # Base lets running requests go on in place. Steps in flight then still deliver what they
+    # computed from the blocks, and only the first model runner drops the token of the failed step.
+    return not find_affected(manager, scheduler.running, invalid_block_ids)[0]
 
 
 def has_room(scheduler: Any, request: Request) -> bool:
@@ -115,7 +136,8 @@ def recover(scheduler: Any, invalid_block_ids: set[int]) -> set[str]:
     for request in waiting:
         if request in first_invalid:
             end = manager.coordinator.resume_position(request.request_id, first_invalid[request])
-            request.num_computed_tokens = end
+            # A load can report blocks more than once.
+            end = request.num_computed_tokens = min(end, request.num_computed_tokens)
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 # Base goes on with the request once the rest of the load has ended.
                 scheduler.failed_recving_kv_req_ids.add(request.request_id)
