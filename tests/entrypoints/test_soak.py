@@ -65,7 +65,7 @@ FAULTY = {
     "an error of the engine": {"error_lines": ["(EngineCore) ERROR"]},
     "no memory sampled": {"growths": []},
     "memory that grows": {
-        "growths": [growth_of("EngineCore", [(t, int(t * 0.2 * MAX_GROWTH)) for t in range(20)])]
+        "growths": [growth_of("EngineCore", [(t, int(t * 0.5 * MAX_GROWTH)) for t in range(20)])]
     },
 }
 

@@ -15,6 +15,9 @@ MIB = 1 << 20
 MAX_GROWTH = 8 * MIB
 #: The share of the soak that is warm-up, and the longest warm-up in seconds.
 WARM_UP = (0.4, 180.0)
+#: Growth that is allowed if the warm-up was shorter. On some CPUs a worker then still allocates
+#: memory for kernels that it runs for the first time.
+MAX_GROWTH_SHORT = 24 * MIB
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Growth:
     total: float
     #: All samples, with those of the warm-up: seconds since the first, and bytes.
     samples: Sequence[tuple[float, int]] = field(repr=False)
+
+    @property
+    def allowed(self) -> int:
+        share, limit = WARM_UP
+        return MAX_GROWTH if share * self.samples[-1][0] >= limit else MAX_GROWTH_SHORT
 
 
 class MemoryWatch:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tools.soak.clients import Tally
-from tools.soak.memory import MAX_GROWTH, MIB, Growth
+from tools.soak.memory import MIB, Growth
 
 
 @dataclass(frozen=True)
@@ -144,5 +144,5 @@ def _none(name: str, lines: Sequence[str]) -> Check:
 
 
 def _growth(growth: Growth) -> Check:
-    seen, wanted = f"{growth.total / MIB:+.1f} MiB", f"<= {MAX_GROWTH / MIB:.0f} MiB"
-    return _check(f"growth of {growth.process}", growth.total <= MAX_GROWTH, seen, wanted)
+    seen, wanted = f"{growth.total / MIB:+.1f} MiB", f"<= {growth.allowed / MIB:.0f} MiB"
+    return _check(f"growth of {growth.process}", growth.total <= growth.allowed, seen, wanted)

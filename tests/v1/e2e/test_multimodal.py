@@ -63,6 +63,8 @@ def test_images_with_preemption(engines: EnginePair) -> None:
         max_model_len=512,
         max_num_batched_tokens=80,
         num_gpu_blocks_override=88,
+        # Otherwise a request is admitted only once it fits, and none is preempted.
+        scheduler_reserve_full_isl=False,
     )
 
     assert_same_outputs(base, hybrid)
