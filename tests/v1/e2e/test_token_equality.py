@@ -301,7 +301,10 @@ def test_async_scheduling(engines: EnginePair, tiny_gemma3: Path) -> None:
 
 
 def test_async_scheduling_with_preemption(engines: EnginePair, tiny_model: Path) -> None:
-    base, hybrid = run_in_small_pool(engines, tiny_model, async_scheduling=True)
+    # Otherwise the hybrid manager admits requests only once they fit, and preempts none.
+    base, hybrid = run_in_small_pool(
+        engines, tiny_model, async_scheduling=True, scheduler_reserve_full_isl=False
+    )
 
     assert hybrid.scheduler == base.scheduler == ASYNC_SCHEDULER
 
