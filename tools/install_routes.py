@@ -5,7 +5,7 @@
 
 Each route runs in a copy of the last commit. Then vLLM is imported, `vllm-hybrid-kv doctor` must
 report that the hybrid manager would be active, and `pip uninstall` must leave nothing behind. The
-route ``wheel`` first runs ``make wheels``, and then takes the environment without vLLM: the native
+route ``wheel`` first builds both wheels, and then takes the environment without vLLM: the native
 core is imported from the wheel, on the newest Python that is found. The others take minutes and
 gigabytes.
 """
@@ -13,7 +13,6 @@ gigabytes.
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.wheels import Problem, find_pythons, minor_version
+from tools.wheels import Problem, build, find_pythons, minor_version
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm/v1/core/hybrid"
@@ -97,24 +96,17 @@ def check(route: str, commands: str) -> str:
     with tempfile.TemporaryDirectory() as name:
         environment = Environment(python, Path(name), only_pypi=route == "cuda")
         if route == "wheel":
-            shutil.copytree(_built_wheels(), environment.sources / "dist")
+            for interpreter in (oldest, newer):
+                build(interpreter, environment.sources / "dist")
         environment.run("bash", "-e", "-c", commands, cwd=environment.sources)
         if route == "wheel":
             shown = environment.run("python", "-c", IMPORT_CORE)
         else:
             environment.run("python", "-c", "import vllm")
             shown = environment.run("vllm-hybrid-kv", "doctor")
-            lines = [line for line in shown.splitlines() if "base vLLM" in line]
-            # In the editable route the sources' vllm/ must not hide the installed one.
-            shown = " ".join(lines)
+            shown = next(line for line in shown.splitlines() if "base vLLM" in line)
         environment.remove_package()
     return f"Python 3.{minor_version(python)}: {' '.join(shown.split())}"
-
-
-def _built_wheels() -> Path:
-    folder = ROOT / "dist"
-    subprocess.run([sys.executable, "-m", "tools.wheels"], cwd=ROOT, check=True)
-    return folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -37,11 +37,17 @@ def make_engine(
     )
 
 
-def load_nothing(engine: OracleEngine) -> None:
-    assert engine.connector is not None
-    engine.connector.get_num_new_matched_tokens = (  # type: ignore[method-assign]
-        lambda request, num_computed_tokens: (0, False)
-    )
+def load_up_to(engine: OracleEngine, ends: dict[str, int]) -> None:
+    """Let the connector have the first tokens of some requests, by id, and nothing of others."""
+    connector = engine.connector
+    assert connector is not None
+
+    def match(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        connector._starts[request.request_id] = num_computed_tokens
+        length = max(ends.get(request.request_id, 0) - num_computed_tokens, 0)
+        return length, length > 0
+
+    connector.get_num_new_matched_tokens = match  # type: ignore[method-assign]
 
 
 def tokens(first: int, count: int) -> list[int]:
@@ -55,15 +61,7 @@ def serve_two_loads(manager_cls: Any, num_loaded: tuple[int, int], num_blocks: i
     """Two requests of which a part is loaded, and one that is computed."""
     connector = ConnectorSettings(sends=False, most_steps=0)
     engine = make_engine(manager_cls, GEMMA, num_blocks, connector, max_num_batched_tokens=16)
-    load = engine.connector
-    assert load is not None
-
-    def match(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        load._starts[request.request_id] = num_computed_tokens
-        length = dict(zip(("r0", "r1"), num_loaded, strict=True)).get(request.request_id, 0)
-        return max(length - num_computed_tokens, 0), length > num_computed_tokens
-
-    load.get_num_new_matched_tokens = match  # type: ignore[method-assign]
+    load_up_to(engine, {"r0": num_loaded[0], "r1": num_loaded[1]})
     engine.add_request(tokens(1, 199), 1)
     engine.add_request(tokens(1001, num_loaded[1] + 1), 1)
     engine.add_request(tokens(2001, 40), 1)
@@ -172,14 +170,7 @@ def test_a_load_that_reports_failed_blocks_twice() -> None:
     """The later report of a later block does not bring back what failed before."""
     connector = ConnectorSettings(whole_prompts=False, sends=False)
     engine = make_engine(HybridManager, GEMMA, 200, connector)
-    load = engine.connector
-    assert load is not None
-
-    def match(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        load._starts[request.request_id] = num_computed_tokens
-        return 48, True
-
-    load.get_num_new_matched_tokens = match  # type: ignore[method-assign]
+    load_up_to(engine, {"r0": 48})
     req_id = engine.add_request(tokens(1, 190), 4)
     engine.schedule()
     scheduler = engine.scheduler
@@ -198,7 +189,7 @@ def test_requests_that_share_what_was_computed_from_a_failed_block() -> None:
     engine = make_engine(
         HybridManager, GEMMA, 200, connector, max_num_batched_tokens=200, steps_in_flight=1
     )
-    load_nothing(engine)
+    load_up_to(engine, {})
     first = engine.add_request(tokens(1, 160), 8)
     engine.schedule()
     second = engine.add_request([*tokens(1, 160), 7, 8, 9], 8)
@@ -220,7 +211,7 @@ def test_requests_that_share_what_was_computed_from_a_failed_block() -> None:
 
 def test_requests_end_with_an_error_if_that_is_the_policy() -> None:
     engine = make_engine(HybridManager, GEMMA, 200, ConnectorSettings(sends=False))
-    load_nothing(engine)
+    load_up_to(engine, {})
     req_id = engine.add_request(tokens(1, 60), 8)
     engine.schedule()
     engine.scheduler.recompute_kv_load_failures = False
@@ -235,17 +226,11 @@ def test_a_connector_that_always_fails(names_blocks: bool) -> None:
     """After some attempts the request is computed. With base it is loaded for ever."""
     connector = ConnectorSettings(1, sends=False, fails=1, most_steps=0, names_blocks=names_blocks)
     engine = make_engine(HybridManager, GEMMA, 200, connector)
-    load = engine.connector
-    assert load is not None
-
-    def match(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        load._starts[request.request_id] = num_computed_tokens
-        return 5, True  # less than a block, so that nothing is left of it
-
-    load.get_num_new_matched_tokens = match  # type: ignore[method-assign]
+    load_up_to(engine, {"r0": 5})  # less than a block, so that nothing is left of it
     engine.add_request(tokens(1, 60), 4)
     engine.run_until_done()
-    assert load.num_failed == load_failures.MOST_FAILED_LOADS
+    assert engine.connector is not None
+    assert engine.connector.num_failed == load_failures.MOST_FAILED_LOADS
 
 
 # Random cases
